@@ -62,9 +62,9 @@ def export_model(
     _check_and_trust(run, trusts=trust)
 
     import learner
-    from store import RunLayout, check_own_directory, keep_compiled_code
+    from store import RunLayout, check_own_directory, compile_elsewhere
 
-    keep_compiled_code()
+    compile_elsewhere()
     layout = RunLayout.open(run)
     try:
         if destination.exists():
@@ -115,9 +115,9 @@ def replay(
     """
     _check_and_trust(run, trusts=trust)
 
-    from store import keep_compiled_code
+    from store import compile_elsewhere
 
-    keep_compiled_code()
+    compile_elsewhere()
     from learner import replay_steps
 
     try:

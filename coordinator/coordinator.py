@@ -296,7 +296,7 @@ class Coordinator:
         Raises UnavailableError if this process does not see the file in a storage on a volume.
         """
         self._heartbeats.touch(segment.worker)
-        check_written(self.layout, segment)
+        check_written(self.layout, segment.path, worker=segment.worker)
         result = self.catalog.commit(segment, epoch=epoch)
         self._leases.committed(segment)
         for group_uid in result.full:
@@ -312,7 +312,7 @@ class Coordinator:
     ) -> None:
         """Enter episodes that ended after their group was whole, as groups of split "imported"."""
         if epoch == self.catalog.epoch:
-            check_written(self.layout, segment)
+            check_written(self.layout, segment.path, worker=segment.worker)
             self.catalog.import_extra(segment, task_id=task_id, of_group=group_uid)
 
     def record_unfinished(self, worker: str, episodes: Sequence[Unfinished], *, epoch: int) -> None:

@@ -14,7 +14,6 @@ also where the remaining ranks would wait for it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -52,9 +51,8 @@ from store import (
     RunLayout,
     broadcast,
     check_adapter,
-    compiler_elsewhere,
+    compile_elsewhere,
     files_digest,
-    keep_compiled_code,
     tensor_shapes,
     weight_files,
     write_base,
@@ -289,8 +287,7 @@ class RemoteRank:
         self.model_path = model_path
         self.rank = rank
         self._checkpoint: CheckpointCopy | None = None
-        keep_compiled_code()
-        os.environ.update(compiler_elsewhere(os.environ))
+        compile_elsewhere()
         layout = RunLayout.join(Path(config.run_dir), storage_uri=config.store.uri, run_id=run_id)
         capture_output(layout.logs / f"{log_name(rank)}.log")
 

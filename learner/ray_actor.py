@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from configs import holds_secrets
 from coordinator import capture_output
 from learner.interface import LearnerSetup, RankError
-from store import RunLayout, compiler_elsewhere, keep_compiled_code, keep_private
+from store import RunLayout, compile_elsewhere, keep_private
 
 if TYPE_CHECKING:
     from learner.learner import Learner
@@ -30,8 +30,7 @@ class LearnerProcess:
     """
 
     def __init__(self, setup: LearnerSetup, coordinator: ActorHandle) -> None:
-        keep_compiled_code()
-        os.environ.update(compiler_elsewhere(os.environ))
+        compile_elsewhere()
         config = setup.config
         if holds_secrets(config):
             keep_private(Path(config.run_dir))

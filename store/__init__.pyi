@@ -175,6 +175,7 @@ from .untrusted.trust import is_trusted as is_trusted
 from .untrusted.trust import trust as trust
 from .untrusted.trust import trusted_texts as trusted_texts
 from .user_cache import COMPILED as COMPILED
+from .user_cache import compile_elsewhere as compile_elsewhere
 from .user_cache import compiler_elsewhere as compiler_elsewhere
 from .user_cache import keep_compiled_code as keep_compiled_code
 from .user_cache import own_cache as own_cache

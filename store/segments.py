@@ -161,20 +161,20 @@ def write_segment(
     )
 
 
-def check_written(layout: RunLayout, segment: SegmentMeta) -> None:
-    """Raise UnavailableError if this machine does not see the file of a worker's segment.
+def check_written(layout: RunLayout, path: str, *, worker: str) -> None:
+    """Raise UnavailableError if this machine does not see the file of a segment.
 
-    The volume of a `file://` storage may not be mounted there, or not here any more. Then the file
-    lies beneath the mount point. All machines see the same object storage.
+    The volume of a `file://` storage may not be mounted where `worker` runs, or not here any more.
+    Then the file lies beneath the mount point. All machines see the same object storage.
     """
     storage = layout.storage
     if layout.info.storage_uri is None or not isinstance(storage, LocalStorage):
         return
-    for path, where in ((PRIMARY, "here"), (segment.path, f"where {segment.worker} runs")):
-        if not storage.exists(path):
+    for name, where in ((PRIMARY, "here"), (path, f"where {worker} runs")):
+        if not storage.exists(name):
             raise UnavailableError(
-                f"{storage.locate(path)} is not there; mount the volume {where}, then give the "
-                "command again. The trajectories in it are not committed"
+                f"{storage.locate(name)} is not there; mount the volume {where}, then give the "
+                "command again. Trajectories that were written without it are not committed"
             )
 
 
@@ -193,6 +193,7 @@ def write_rows(
     # Named by its content, so that a second attempt at a group cannot replace a committed file.
     path = layout.relative(layout.segment(worker=worker, segment_id=digest))
     layout.storage.write(path, data)
+    check_written(layout, path, worker=worker)
     return SegmentMeta.of_file(
         path=path,
         n_bytes=len(data),

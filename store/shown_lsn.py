@@ -9,13 +9,14 @@ from __future__ import annotations
 from contextlib import suppress
 
 from store import primary_directory
+from store.catalog.schema_check import LARGEST_COUNTER
 from store.errors import StoreError, UnavailableError
 from store.layout import RunLayout
 from store.run_names import MANIFEST, SHOWN
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, MAX_TEXT_BYTES, read_bytes, remove
 
-LSN_DIGITS = 19  # of SQLite's largest integer
+LSN_DIGITS = 19  # at most; more are not converted
 
 
 def note_shown(layout: RunLayout, *, token: str, lsn: int) -> None:
@@ -78,7 +79,8 @@ def _noted(layout: RunLayout, token: str) -> int:
     """Return the lsn of `note_shown`, 0 without one. Raises UnavailableError."""
     try:
         data = layout.storage.read(f"{SHOWN}/{token}", at_most=MAX_TEXT_BYTES).to_pybytes()
-        return int(data) if data.isdigit() and len(data) <= LSN_DIGITS else 0
+        is_lsn = data.isdigit() and len(data) <= LSN_DIGITS
+        return int(data) if is_lsn and int(data) < LARGEST_COUNTER else 0
     except UnavailableError:
         raise
     except StoreError:  # it has shown nothing yet

@@ -3,7 +3,7 @@
 directory = own_cache("runs", "a1b2")    # ~/.cache/async-gigpo/runs/a1b2
 with private_directory("gigpo-") as directory: ...    # a new one, for a while
 keep_compiled_code()                     # before anything imports transformers or vLLM
-os.environ.update(compiler_elsewhere(os.environ))      # before Triton compiles
+compile_elsewhere()                      # the same for Triton, where a model is computed
 """
 
 from __future__ import annotations
@@ -106,18 +106,27 @@ def keep_compiled_code() -> None:
     os.environ[COMPILED] = str(directory)
 
 
+def compile_elsewhere() -> None:
+    """Have torch and Triton compile in this user's cache, in this process and those that it starts.
+
+    Raises StoreError.
+    """
+    keep_compiled_code()
+    os.environ.update(compiler_elsewhere(os.environ))
+
+
 def compiler_elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
     """Return variables with which Triton links in the directory of `keep_compiled_code`.
 
     It starts the compiler in the current directory, which may be a stranger's, and loads what comes
     out. A script of gcc's own names `libgcc_s.so.1`, and GNU ld looks in the current directory
-    first for it. Returns no variables where there is no compiler. Raises StoreError.
+    first for it. Returns no variables where Triton would find no compiler. Raises StoreError.
     """
     compiler = environ.get(COMPILER) or shutil.which("gcc") or shutil.which("clang")
     script = Path(environ[COMPILED], "cc")
-    if compiler is None or compiler == str(script):
+    found = None if compiler is None else shutil.which(compiler)
+    if found is None or found == str(script):  # Triton runs no program with arguments either
         return {}
-    found = shutil.which(compiler) or compiler
     command = shlex.quote(os.path.abspath(found))
     text = f'#!/bin/sh\ncd {shlex.quote(str(script.parent))} && exec {command} "$@"\n'
     write_atomically(script, text.encode(), mode=0o700, beneath=script.parent)

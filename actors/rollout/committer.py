@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -66,9 +67,11 @@ class Committer:
 
 
 def as_group_of_its_own(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory as the only member of an imported group, which is not trained on."""
-    # The name "extra" is part of uids in stored runs.
-    group_uid = uid(trajectory.traj_uid, "extra")
+    """Return the trajectory as the only member of an imported group, which is not trained on.
+
+    Nobody can compute the group's uid: a dataset that is imported could take it before.
+    """
+    group_uid = uid(trajectory.traj_uid, secrets.token_hex())
     return replace(
         trajectory, group_uid=group_uid, traj_uid=uid(group_uid, 0), member=0, split=IMPORTED
     )

@@ -17,6 +17,7 @@ text.py             texts of a run made visible, cut, and safe in HTML
 nested_text.py      lists and records as text, no longer than what is shown
 html.py             the templates and their filters
 snapshots.py        readers by (run, lsn), and their answers
+kept_answers.py     answers of queries, in a bounded part of the memory
 memory.py           the reserve of memory that no query may take
 report_file.py      several panels as one HTML file that needs no server: `gigpo report`
 report_summary.py   its sentences: did it learn, is it stable, what limits it

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ import psutil
 import pyarrow as pa
 
 from analysis.view import memory
+from analysis.view.kept_answers import AnswerKey, KeptAnswers
 from analysis.view.sql_text import Tables, with_tables
 from store import (
     PrivateCatalogError,
@@ -47,7 +48,6 @@ LOOKED_AT_S = 30.0  # after the last request nobody looks any more
 # goes to and fro between two or three. Each is a process with its own memory.
 KEPT_READERS = 3
 KEPT_BYTES = 128 << 20  # of all answers of a run: a page that is drawn again asks nothing
-ENTRY_BYTES, CHARACTER_BYTES = 1000, 4  # of an answer beside its rows, and of a text at most
 QUERY_TIMEOUT_S = 30.0  # of one panel: nobody looks at an empty one for longer
 LACKS_RESOURCES = "newer rows cannot be read just now: this server is out of memory or open files"
 MAX_ROWS = 1_000_000  # of one answer, which a page draws as a picture
@@ -65,9 +65,6 @@ MAX_WAITING = 16
 
 class ShortMemoryError(StoreError):
     """A query is not begun, because the server has too little memory left."""
-
-
-_Key = tuple[int, str, int | None, bool]
 
 
 class _ReaderKey(NamedTuple):
@@ -104,8 +101,7 @@ class Snapshots:
         self._long = threading.BoundedSemaphore(MAX_LONG)
         self._opening: Counter[_ReaderKey] = Counter()  # who waits for each older snapshot
         self._snapshots: dict[_ReaderKey, _Snapshot] = {}
-        self._answers: OrderedDict[_Key, pa.Table | StoreError] = OrderedDict()
-        self._kept_bytes = 0
+        self._answers = KeptAnswers(KEPT_BYTES)
         self._looked_at = time.monotonic()
         self._is_closed = threading.Event()
         self._run_id = RunLayout.open(run).info.run_id
@@ -165,8 +161,8 @@ class Snapshots:
         `has_left` says that nobody waits for it any more. Raises StoreError. The query's own error
         is remembered like an answer; a time-out and a refusal of too many queries are not.
         """
-        key = (lsn, with_tables(tables, query), n_rows, times_as_text)
-        if (known := self._remembered(key)) is None:
+        key = AnswerKey(lsn, with_tables(tables, query), n_rows, times_as_text)
+        if (known := self._answers.get(key)) is None:
             with (
                 self._limit_long_queries(is_long=is_long),
                 self._hold_snapshot(_ReaderKey(lsn, is_long)) as snapshot,
@@ -179,11 +175,11 @@ class Snapshots:
                         "this server has no memory for another query just now; ask again in a "
                         "moment"
                     )
-                if (known := self._remembered(key)) is None:  # it was asked twice
+                if (known := self._answers.get(key)) is None:  # it was asked twice
                     known = self._answer(
                         snapshot.reader, query, n_rows, tables=tables, times_as_text=times_as_text
                     )
-            self._remember(key, known)
+            self._answers.keep(key, known)
         if isinstance(known, StoreError):
             raise known
         return known
@@ -206,9 +202,7 @@ class Snapshots:
         """Return whether little memory is left, also without the answers that are kept."""
         if not memory.is_short():
             return False
-        with self._lock:
-            self._answers.clear()
-            self._kept_bytes = 0
+        self._answers.clear()
         return memory.is_short()
 
     def close(self) -> None:
@@ -256,21 +250,6 @@ class Snapshots:
             return error
         finally:
             self.left_out = reader.left_out
-
-    def _remembered(self, key: _Key) -> pa.Table | StoreError | None:
-        with self._lock:
-            if key in self._answers:
-                self._answers.move_to_end(key)
-            return self._answers.get(key)
-
-    def _remember(self, key: _Key, answer: pa.Table | StoreError) -> None:
-        with self._lock:
-            if key in self._answers:
-                return
-            self._answers[key] = answer
-            self._kept_bytes += _size(key, answer)
-            while self._kept_bytes > KEPT_BYTES and len(self._answers) > 1:
-                self._kept_bytes -= _size(*self._answers.popitem(last=False))
 
     @contextmanager
     def _hold_snapshot(self, reader_key: _ReaderKey) -> Iterator[_Snapshot]:
@@ -419,11 +398,3 @@ def _cpu_s() -> float:
         with suppress(psutil.Error):  # it ends just now
             times.append(child.cpu_times())
     return used_s + sum(each.user + each.system for each in times)
-
-
-def _size(key: _Key, answer: pa.Table | StoreError) -> int:
-    """Return the bytes of an answer and its query, which may be 1 MiB and stand in an error."""
-    query = ENTRY_BYTES + CHARACTER_BYTES * len(key[1])
-    if isinstance(answer, StoreError):
-        return query + CHARACTER_BYTES * len(str(answer))
-    return query + int(answer.nbytes) + int(answer.schema.serialize().size)

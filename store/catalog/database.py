@@ -29,6 +29,7 @@ from store.catalog.transaction import Transaction
 from store.clock import now_us
 from store.errors import FencedError, FormatError, StoreError
 from store.layout import RunLayout
+from store.run_names import MANIFEST, SHOWN
 from store.shown_lsn import drop_outdated_manifest, shown_lsn
 
 
@@ -194,7 +195,7 @@ class Database:
         if meta["lsn"] < shown_lsn:
             raise FormatError(
                 f"{self._path} is at lsn {meta['lsn']}, but readers were already shown "
-                f"{shown_lsn}: it is an older copy; "
+                f"{shown_lsn} (by {MANIFEST}, or by {SHOWN}/ in the storage): it is an older copy; "
                 f"put the newest back, or: gigpo rebuild --force {self._path.parent}"
             )
         self._connection.execute("UPDATE meta SET epoch = epoch + 1")

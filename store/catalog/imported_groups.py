@@ -65,7 +65,8 @@ def import_extra(tx: Transaction, segment: SegmentMeta, *, task_id: str, of_grou
     These are extra episodes that ended when their group was already complete. A retry changes
     nothing.
     """
-    if not known_trajectories(tx, [trajectory.traj_uid for trajectory in segment.trajectories]):
+    query = "SELECT 1 FROM segment WHERE segment_id = :segment_id"
+    if tx.row(query, segment_id=segment.segment_id) is None:
         groups = tuple(
             Group.imported(group_uid=one.group_uid, task_id=task_id, size=1)
             for one in segment.trajectories

@@ -1,10 +1,8 @@
-"""Make a new catalog or run.json for a run whose own is lost or damaged.
+"""Make a new catalog for a run whose own is lost or damaged.
 
-    if is_lost(root):
-        lines = rebuild_run_json(root)
     report = rebuild(layout)
 
-run.json is put back from the copy that was made with the run. A new catalog begins with the newest
+A new catalog begins with the newest
 sound backup, and the segment files that are newer than it are adopted. Without a backup the
 segments alone tell which groups and trajectories there are. What the catalog learned after the
 backup (claims, trained steps, metrics, events) is gone: the run goes on from the checkpoint of the
@@ -25,9 +23,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
-from store.atomic_write import PRIVATE, READ_ONLY, replace_atomically, write_atomically
+from store.atomic_write import PRIVATE, replace_atomically
 from store.catalog.adopt import FoundFile, FoundGroup, Recovered, recover
 from store.catalog.catalog import Catalog
 from store.catalog.connection import raise_if_interrupted
@@ -37,7 +35,7 @@ from store.catalog.records import HELDOUT, IMPORTED, TRAIN
 from store.catalog.schema_check import LARGEST_COUNTER, SCHEMA
 from store.catalog.transaction import Transaction
 from store.clock import now_us
-from store.errors import FormatError, OtherFormatError, StoreError, UnavailableError
+from store.errors import FormatError, StoreError, UnavailableError
 from store.hashing import file_digest
 from store.layout import RunLayout
 from store.maintenance.backup import empty_database, read_backup
@@ -46,22 +44,15 @@ from store.maintenance.fsck import NAMES, check
 from store.maintenance.repair import quarantine, repair
 from store.maintenance.segment_rows import Played, open_rows, trajectories
 from store.reading.manifest import export
-from store.run_json import RunInfo, parse_run_json
-from store.run_names import RUN_JSON, SEGMENT_PATH, SIGNS_OF_A_RUN
+from store.run_names import RUN_JSON, SEGMENT_PATH
 from store.segments import SegmentMeta
 from store.shown_lsn import shown_lsn
 from store.untrusted.file_access import (
-    MAX_TEXT_BYTES,
-    is_directory,
-    is_file,
     names,
-    read_bytes,
     status,
 )
-from store.untrusted.trust import check_own_run
 
 COMPONENT = "rebuild"
-RUN_JSON_COPY = "backup/run.json"
 EPOCHS_WITHOUT_TRACE = 1_000  # owners since the backup that committed nothing; their workers too
 LSNS_WITHOUT_TRACE = 1_000_000  # transactions since the backup that readers may have been shown
 ORDINALS_TRIED = 100_000  # beyond the largest known one: groups opened since the backup
@@ -114,6 +105,9 @@ def rebuild(layout: RunLayout, *, is_brought: bool = False) -> Report:
         with closing(connection):
             contents = _scan(layout, known=_known_sizes(connection) if is_brought else {})
             recovered = _recover(connection, layout, contents=contents)
+            # On a volume that is gone by now nothing was found, and the next owner would remove the
+            # files that the new catalog does not name.
+            layout.check_primary()
             if not has_backup:  # the next clean close would replace it
                 lost += _set_backup_aside(layout)
             _replace_catalog(layout, connection.serialize())
@@ -426,52 +420,3 @@ def _lines(catalog: Catalog, recovered: Recovered) -> tuple[str, ...]:
     if recovered.moved:
         lines.append(f"{recovered.moved} trajectories are read from a file that replaced theirs")
     return tuple(lines)
-
-
-def is_lost(root: Path) -> bool:
-    """Return whether a run is at `root` whose run.json is missing, damaged or another run's.
-
-    Raises OtherFormatError if newer code wrote it.
-    """
-    root = root.absolute()
-    try:
-        info = _read_run_json(root, RUN_JSON)
-    except FileNotFoundError:
-        segments, *files = SIGNS_OF_A_RUN
-        is_run = is_directory(root / segments, root=root)
-        return is_run or any(is_file(root / name, root=root) for name in files)
-    except OtherFormatError:
-        raise
-    except FormatError:
-        return True
-    except (OSError, StoreError):  # RunLayout.open says what is wrong with it
-        return False
-    try:
-        return _read_run_json(root, RUN_JSON_COPY).run_id != info.run_id
-    except (OSError, StoreError):  # without a copy it stands alone
-        return False
-
-
-def rebuild_run_json(root: Path) -> list[str]:
-    """Put the copy back. Return lines for people. Raises StoreError if no copy can be read."""
-    root = root.absolute()
-    try:
-        data = read_bytes(root / RUN_JSON_COPY, root=root, at_most=MAX_TEXT_BYTES)
-        info = parse_run_json(data, name=str(root / RUN_JSON_COPY))
-    except (OSError, FormatError) as error:
-        raise StoreError(
-            f"run.json of {root} is lost or damaged, and {RUN_JSON_COPY} cannot be read ({error}); "
-            "put a backup of run.json back"
-        ) from error
-    layout = RunLayout(root=root, info=info)
-    check_own_run(root)
-    if status(layout.run_json, root=root) is not None:
-        quarantine(layout, layout.run_json.name)
-    write_atomically(layout.run_json, data, mode=READ_ONLY, beneath=root)
-    return [f"run.json of run {info.run_id}, from {RUN_JSON_COPY}"]
-
-
-def _read_run_json(root: Path, name: str) -> RunInfo:
-    """Raise FileNotFoundError, OSError, UnsafePathError or FormatError."""
-    data = read_bytes(root / name, root=root, at_most=MAX_TEXT_BYTES)
-    return parse_run_json(data, name=str(root / name))

@@ -56,8 +56,10 @@ QUARANTINE_CODES = BYTES_ARE_GONE | ROWS_ARE_WRONG | ONLY_HISTORY
 def repair(catalog: Catalog, layout: RunLayout, *, findings: Sequence[Finding]) -> list[str]:
     """Repair what can be repaired; return one line for each repair.
 
-    `findings` are those of a check while `catalog` was owned.
+    `findings` are those of a check while `catalog` was owned. Raises UnavailableError if the volume
+    of the storage is gone by now: it found no file there.
     """
+    layout.check_primary()
 
     def subjects(what: str) -> list[str]:
         return list(dict.fromkeys(one.subject for one in findings if one.what == what))

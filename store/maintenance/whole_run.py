@@ -13,7 +13,8 @@ from store.layout import RunLayout
 from store.maintenance.compact import COMPACTION_POLICY, merges
 from store.maintenance.finding import Finding
 from store.maintenance.fsck import CATALOG, CONTENTS, FATAL, NAMES, check
-from store.maintenance.rebuild import is_lost, rebuild, rebuild_run_json
+from store.maintenance.rebuild import rebuild
+from store.maintenance.rebuild_run_json import is_lost, rebuild_run_json
 from store.maintenance.repair import REPAIRED_WARNINGS, repair
 from store.maintenance.sweep import expire_old, sweep_orphans, sweep_retired
 from store.reading import open_sql

@@ -287,6 +287,8 @@ def test_an_episode_that_ends_together_with_the_last_member_is_extra_and_kept() 
     assert (alone.split, alone.member) == ("imported", 0)
     assert alone.traj_uid == uid(alone.group_uid, 0)
     assert alone.group_uid not in (b"g" * 16, as_group_of_its_own(trajectory(4)).group_uid)
+    # nobody who knows the trajectory can import a group of that uid before
+    assert alone.group_uid != as_group_of_its_own(table.extra[0]).group_uid
 
 
 class Failing:

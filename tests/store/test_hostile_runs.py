@@ -38,7 +38,7 @@ from store.errors import FormatError, UnsafePathError
 from store.exchange.dataset_export import live_files
 from store.maintenance import fsck
 from store.maintenance.fsck import CONTENTS, NAMES, check
-from store.maintenance.rebuild import is_lost, rebuild_run_json
+from store.maintenance.rebuild_run_json import is_lost, rebuild_run_json
 from store.reading import landlock, wire
 from store.reading import reader as reader_module
 from store.reading.manifest import export_nothing, parse_manifest, read_manifest

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+import store.maintenance.rebuild as rebuild_module
 from store import (
     Catalog,
     CheckpointRecord,
@@ -31,6 +32,7 @@ from store import (
 )
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
+from store.maintenance.repair import repair
 from tests.support.store_damage import ask
 from tests.support.store_samples import open_train_group, play
 from tests.support.stored_runs import (
@@ -345,6 +347,45 @@ def test_a_slow_bring_gives_the_run_to_no_directory_that_is_older_than_another(
     newest = RunLayout.open(tmp_path / "newest")
     Catalog.open(newest).close()
     assert {50, 51} <= states_of_catalog(newest).keys()
+
+
+@pytest.mark.parametrize("at", ["_base", "_scan"])
+def test_a_rebuild_whose_volume_goes_meanwhile_changes_nothing(
+    at: str, lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the new catalog named fewer files, and the next owner removed the others."""
+    shared, done = tmp_path / "shared", getattr(rebuild_module, at)
+    catalog = lost.catalog.read_bytes()
+
+    def unmount(*given: Any, **named: Any) -> Any:
+        shared.rename(tmp_path / "aside")
+        shared.mkdir()
+        return done(*given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild_module, at, unmount)
+        with pytest.raises(UnavailableError, match="primary.json is not there; mount the volume"):
+            rebuild(lost)
+    shared.rmdir()
+    (tmp_path / "aside").rename(shared)
+    assert lost.catalog.read_bytes() == catalog
+    Catalog.open(lost).close()
+
+
+def test_a_repair_whose_volume_goes_while_it_checks_takes_no_file_for_lost(
+    lost: RunLayout, tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    with Catalog.open(lost) as catalog:
+        shared.rename(tmp_path / "aside")
+        shared.mkdir()
+        findings = check(lost, level=CONTENTS)
+        assert "segment_missing" in {finding.what for finding in findings}
+        with pytest.raises(UnavailableError, match="primary.json is not there; mount the volume"):
+            repair(catalog, lost, findings=findings)
+        shared.rmdir()
+        (tmp_path / "aside").rename(shared)
+    assert [one for one in check(lost, level=CONTENTS) if one.severity == "error"] == []
 
 
 def test_an_older_copy_is_refused_also_beside_a_late_manifest(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from store import StoreError, check_own_directory, own_cache
+from store import COMPILED, StoreError, check_own_directory, compiler_elsewhere, own_cache
 from store.untrusted import own_directory
 from store.user_cache import private_directory
 from tests.support.neighbours import ORDINARY, Neighbour
@@ -183,9 +183,8 @@ def test_a_user_without_a_cache_has_a_temporary_directory_alone(
 
 COMPILES = """
 import os, subprocess, sys, store
-store.keep_compiled_code()
-os.environ.update(store.compiler_elsewhere(os.environ))
-os.environ.update(store.compiler_elsewhere(os.environ))  # in a process of that process
+store.compile_elsewhere()
+store.compile_elsewhere()  # in a process of that process
 from triton.runtime.build import compile_module_from_src
 print(compile_module_from_src(src=sys.argv[1], name="launcher"))
 """
@@ -206,7 +205,7 @@ def test_triton_links_nothing_of_the_current_directory(is_guarded: bool, tmp_pat
     (here / "theirs.c").write_text(f"#include <stdio.h>\n{THEIRS}\n")
     make = ["gcc", "-fPIC", "-c", "theirs.c", "-o", "libgcc_s.so.1"]
     subprocess.run(make, cwd=here, check=True)
-    code = COMPILES if is_guarded else re.sub(".*compiler_elsewhere.*", "", COMPILES)
+    code = COMPILES if is_guarded else re.sub(".*compile_elsewhere.*", "", COMPILES)
     done = subprocess.run(
         [sys.executable, "-c", code, MODULE],
         cwd=here,
@@ -222,3 +221,14 @@ def test_triton_links_nothing_of_the_current_directory(is_guarded: bool, tmp_pat
     )
     assert done.returncode == 0, done.stderr
     assert (here / "executed").exists() is not is_guarded, "the attack itself works"
+
+
+@pytest.mark.parametrize("compiler", ["ccache gcc", "none-of-the-path", "/none/gcc"])
+def test_a_compiler_that_is_not_found_is_not_looked_for_in_the_current_directory(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: `CC="ccache gcc"`, and a file of that name in the directory of a stranger."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ccache gcc").touch(0o755)
+    given = {COMPILED: str(tmp_path / "compiled"), "CC": compiler}
+    assert compiler_elsewhere(given) == {}

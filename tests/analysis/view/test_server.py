@@ -137,8 +137,9 @@ def test_answers_are_counted_with_their_queries(
     try:
         for number in range(12):
             stored.ask(stored.newest_lsn, f"SELECT {number} -- {'x' * 50_000}")
-        assert len(stored._answers) < 12
-        assert sum(4 * len(key[1]) for key in stored._answers) < stored._kept_bytes <= 1 << 20
+        assert stored._answers.n_kept < 12
+        queries_bytes = 4 * 50_000 * stored._answers.n_kept
+        assert queries_bytes < stored._answers.n_bytes <= 1 << 20
     finally:
         stored.close()
 
@@ -154,10 +155,10 @@ def test_a_query_is_not_begun_where_memory_is_short(
         stored.ask(stored.newest_lsn, "SELECT 1")
         with pytest.raises(StoreError, match="no memory for another query just now; ask again"):
             stored.ask(stored.newest_lsn, "SELECT 2", is_long=True)
-        assert not stored._answers, "they take memory"
+        assert not stored._answers.n_kept, "they take memory"
         left[0] = memory.RESERVE_BYTES
         assert stored.ask(stored.newest_lsn, "SELECT 2", is_long=True).num_rows == 1
-        assert stored._answers
+        assert stored._answers.n_kept
     finally:
         stored.close()
 
