@@ -165,6 +165,8 @@ def _resolved_settings(
             )
         if has_config_for_uri and not has_begun(resume):
             assert config is not None
+            # If a volume is not mounted, nothing is there either.
+            screen.console.print(f"no run is at {resume} yet; a new one begins there")
             return driver.settings_to_begin(config, resume, settings, trusts=trust)
         run, settings = driver.bring(resume, settings, trusts=trust, say=screen.console.print)
         return driver.settings_to_resume(run, settings, trusts=trust)

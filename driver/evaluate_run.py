@@ -186,8 +186,8 @@ def _settings_of_run(weights: str, overrides: Sequence[str], *, new: str) -> Con
             "config instead"
         )
     config = resume.load(run, overrides)
-    if not any(text.startswith("store.uri=") for text in overrides):
-        config = replace(config, store=replace(config.store, uri=""))  # RUN has that storage
+    if config.store.uri == RunLayout.open(run).info.storage_uri:  # RUN has that storage
+        config = replace(config, store=replace(config.store, uri=""))
     if config.endpoint.url:  # the run's tasks and settings
         if step is not None:
             raise ConfigError(

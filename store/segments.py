@@ -26,7 +26,7 @@ from store.records import SEGMENT_SCHEMA, UID_TYPE, Trajectory, to_table
 from store.run_json import FORMAT, check_format
 from store.run_names import PRIMARY
 from store.storage import LocalStorage
-from store.untrusted.bounded_parquet import open_parquet, read_table
+from store.untrusted.bounded_parquet import MAX_DECODED_BYTES, open_parquet, read_table
 
 ZSTD_LEVEL = 1  # measured: level 3 is no smaller here and 14% slower
 # Zstandard's set-up costs each file 0.9 ms of a core to write, and as much to read. A file with few
@@ -189,6 +189,8 @@ def write_rows(
     """Write a table of SEGMENT_SCHEMA that holds exactly `trajectories` to a new segment."""
     metadata = {"run_id": layout.info.run_id, "worker": worker, "epoch": str(epoch)}
     data = encode(table, metadata=metadata)
+    if not _may_be_read(table, data, n_trajectories=len(trajectories)):
+        data = encode(table, metadata=metadata, is_plain=True)
     digest = file_digest(data)
     # Named by its content, so that a second attempt at a group cannot replace a committed file.
     path = layout.relative(layout.segment(worker=worker, segment_id=digest))
@@ -274,6 +276,18 @@ def decode(
     return table.select(names).replace_schema_metadata(None)
 
 
+def _may_be_read(table: pa.Table, data: pa.Buffer, *, n_trajectories: int) -> bool:
+    """Return whether the bytes are within the bounds of readers.
+
+    Those are for strangers' files. A dataset may have rows that are all alike.
+    """
+    return (
+        table.num_rows <= most_rows(data.size)
+        and n_trajectories <= _most_trajectories(data.size)
+        and table.nbytes <= MAX_DECODED_BYTES
+    )
+
+
 def most_rows(n_bytes: int) -> int:
     """Return the rows that a segment of `n_bytes` has at most."""
     return ALLOWED_ROWS + n_bytes // ROW_BYTES
@@ -284,12 +298,19 @@ def _check_trajectories(table: pa.Table, *, n_bytes: int) -> None:
     if "traj_uid" not in table.column_names or table.num_rows <= ALLOWED_TRAJECTORIES:
         return
     n_trajectories = pc.count_distinct(table["traj_uid"]).as_py()
-    if n_trajectories > ALLOWED_TRAJECTORIES + n_bytes // UID_BYTES:
+    if n_trajectories > _most_trajectories(n_bytes):
         raise ValueError(f"it has {n_trajectories:,} trajectories in {n_bytes:,} bytes")
 
 
-def encode(table: pa.Table, *, metadata: dict[str, str]) -> pa.Buffer:
-    """Return the Parquet bytes of a table of SEGMENT_SCHEMA."""
+def _most_trajectories(n_bytes: int) -> int:
+    return ALLOWED_TRAJECTORIES + n_bytes // UID_BYTES
+
+
+def encode(table: pa.Table, *, metadata: dict[str, str], is_plain: bool = False) -> pa.Buffer:
+    """Return the Parquet bytes of a table of SEGMENT_SCHEMA.
+
+    If plain, they are neither compressed nor coded: each row takes all its bytes.
+    """
     sink = pa.BufferOutputStream()
     is_small = table.nbytes < SMALL_BYTES
     rows_of_group = ROW_GROUP_BYTES * table.num_rows // max(1, table.nbytes)
@@ -297,9 +318,9 @@ def encode(table: pa.Table, *, metadata: dict[str, str]) -> pa.Buffer:
         table.replace_schema_metadata({"format": FORMAT, **metadata}),
         sink,
         row_group_size=max(1, min(ROW_GROUP_STEPS, rows_of_group)),
-        compression="lz4" if is_small else "zstd",
-        compression_level=None if is_small else ZSTD_LEVEL,
-        use_dictionary=DICTIONARY_COLUMNS,
+        compression="none" if is_plain else "lz4" if is_small else "zstd",
+        compression_level=None if is_small or is_plain else ZSTD_LEVEL,
+        use_dictionary=[] if is_plain else DICTIONARY_COLUMNS,
         column_encoding=SPLIT_COLUMNS,
         write_page_checksum=True,
     )

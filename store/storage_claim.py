@@ -73,6 +73,11 @@ def release(unfinished: Path) -> None:
     if info.storage_uri is None:
         return
     storage = open_storage(info.storage_uri)
+    if not storage.exists(PRIMARY):  # it was claimed before run.json was signed
+        raise UnavailableError(
+            f"{storage.locate(PRIMARY)} is not there; mount the volume, or, if what the fork had "
+            f"there was removed, remove {unfinished}"
+        )
     # It may have been brought to another directory, where it goes on.
     if not primary_directory.is_primary(unfinished, storage):
         return

@@ -109,10 +109,14 @@ def keep_compiled_code() -> None:
 def compile_elsewhere() -> None:
     """Have torch and Triton compile in this user's cache, in this process and those that it starts.
 
-    Raises StoreError.
+    Where nothing can be written there, Triton finds no compiler. Nothing needs it on a CPU. Raises
+    StoreError as `keep_compiled_code`.
     """
     keep_compiled_code()
-    os.environ.update(compiler_elsewhere(os.environ))
+    try:
+        os.environ.update(compiler_elsewhere(os.environ))
+    except StoreError:
+        os.environ[COMPILER] = str(Path(os.environ[COMPILED], "cannot be written"))
 
 
 def compiler_elsewhere(environ: Mapping[str, str]) -> dict[str, str]:

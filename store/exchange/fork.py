@@ -177,6 +177,7 @@ def _fill(
         give_rights(unfinished, source=source.root, owner=OWNER_MAY)
     if storage_uri is not None:
         _back_up(layout)  # without it whoever brings the fork would have no checkpoint
+        layout.check_primary()  # else a volume is gone by now, with what was written
         layout.storage.remove(stored_fork_marker(layout.info.run_id))
     (unfinished / FORK_MARKER).unlink()
     sync_directory(unfinished, beneath=unfinished)

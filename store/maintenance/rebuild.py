@@ -42,7 +42,7 @@ from store.maintenance.backup import empty_database, read_backup
 from store.maintenance.compact import WORKER as COMPACTED
 from store.maintenance.fsck import NAMES, check
 from store.maintenance.repair import quarantine, repair
-from store.maintenance.segment_rows import Played, open_rows, trajectories
+from store.maintenance.segment_rows import LARGEST_NUMBER, Played, open_rows, trajectories
 from store.reading.manifest import export
 from store.run_names import RUN_JSON, SEGMENT_PATH
 from store.segments import SegmentMeta
@@ -58,7 +58,7 @@ LSNS_WITHOUT_TRACE = 1_000_000  # transactions since the backup that readers may
 ORDINALS_TRIED = 100_000  # beyond the largest known one: groups opened since the backup
 ROUNDS_TRIED = 1_000  # policy versions beyond the newest known one that may have been evaluated
 HELDOUT_TRIED = 10_000_000  # addresses of held-out groups, tried in about half a minute
-LARGEST_COUNT = 1 << 40  # no run counts its groups or versions that far
+LARGEST_COUNT = LARGEST_NUMBER + 1  # no run counts its groups or versions that far
 WEIGHTS_NAME = re.compile(r"v(\d{6,18})")
 
 Address = tuple[str, int, int | None]  # a group's split, ordinal and evaluation round

@@ -41,7 +41,7 @@ NULLABLE = (
     *("admissible_actions", "images", "final_observation", "final_anchor_text"),
     *("final_state_hash", "final_admissible_actions"),
 )
-LARGEST_NUMBER = 1 << 40  # of a policy version; token ids are 32 bits wide
+LARGEST_NUMBER = (1 << 40) - 1  # of a policy version; token ids are 32 bits wide
 LONGEST_US = 1 << 45  # of generation or of an environment: a year. Sums of 2^63 overflow
 LAST_TIME_US = (1 << 63) // 1000  # in 2262; Arrow and pandas also count nanoseconds in 64 bits
 LOOK_AT_IT = "look at its run with gigpo fsck, or export it again"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from store import (
     StoreError,
     VersionRecord,
     export,
+    segments,
     to_table,
     write_open_sql,
     write_segment,
@@ -43,9 +44,11 @@ from store.exchange.fork import fork
 from store.hashing import uid
 from store.maintenance import segment_rows
 from store.maintenance.fsck import CONTENTS, check
-from store.maintenance.rebuild import rebuild
+from store.maintenance.rebuild import LARGEST_COUNT, rebuild
+from store.maintenance.segment_rows import check_importable, open_rows
 from store.reading.mirror import fetch_run
 from store.reading.reader import open_run
+from store.segments import decode, encode, most_rows, write_rows
 from tests.support.forged_dataset import write_dataset
 from tests.support.neighbours import Neighbour, look_while_away
 from tests.support.run_views import connect
@@ -699,3 +702,30 @@ def test_rows_that_come_back_have_the_split_of_their_group(tmp_path: Path) -> No
     forged = forge(layout, tmp_path / "forged", 0, 0, run_id=layout.info.run_id, split="imported")
     assert import_selection(layout.root, forged).n_trajectories == 1
     assert set(parts(layout.segments)["split"].to_pylist()) == {"train"}
+
+
+def test_rows_that_are_all_alike_are_written_so_that_every_reader_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: import made a small file of them, which fsck and rebuild took for a bomb.
+
+    A merge had put the run's own rows into it.
+    """
+    layout = make_run(tmp_path / "run", n_groups=1)
+    group = Group.imported(group_uid=b"g" * 16, task_id="t", size=1)
+    row = to_table([make_trajectory(group, 0, n_steps=1)])
+    many = row.take(pa.array([0] * 40_000))
+    monkeypatch.setattr(segments, "ROW_BYTES", 20)  # of 2; shorter texts take no more
+    assert len(many) > most_rows(encode(many, metadata={}).size), "the attack itself works"
+    segment = write_rows(layout, many, trajectories=(), worker="import", epoch=1)
+    data = layout.storage.read(segment.path)
+    assert len(decode(data, path=segment.path)) == len(many)
+    assert open_rows(data, path=layout.root / segment.path).table.num_rows == len(many)
+
+
+def test_no_version_is_imported_that_a_rebuild_refuses() -> None:
+    group = Group.imported(group_uid=b"g" * 16, task_id="t", size=1)
+    for version, is_taken in ((LARGEST_COUNT - 2, True), (LARGEST_COUNT - 1, False)):
+        table = to_table([make_trajectory(group, 0, version=version)])
+        with nullcontext() if is_taken else pytest.raises(FormatError, match="version_m"):
+            check_importable(table, name="rows")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -351,3 +352,26 @@ def test_a_killed_fork_is_not_brought_also_if_two_took_its_storage(
     with pytest.raises(FormatError, match="has a fork that was cut short"):
         bring_run(uri, tmp_path / "new", trusts=False)
     Catalog.open(fork(lost, tmp_path / "quick", **given)).close()
+
+
+def test_a_fork_whose_volume_goes_while_it_is_made_is_not_made(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: its files lay beneath the mount point, and nothing could bring it or make it."""
+    volume, copy_until = tmp_path / "of-fork", fork_module.copy_until
+    given = {"learner_step": 2, "config_yaml": "a: 1\n", "storage_uri": volume.as_uri()}
+
+    def unmount(*of: Any, **named: Any) -> int:
+        version = copy_until(*of, **named)
+        volume.rename(tmp_path / "aside")
+        volume.mkdir()
+        return version
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fork_module, "copy_until", unmount)
+        with pytest.raises(UnavailableError, match="primary.json is not there; mount the volume"):
+            fork(lost, tmp_path / "fork", **given)
+    assert not (tmp_path / "fork").exists()
+    shutil.rmtree(volume)
+    (tmp_path / "aside").rename(volume)
+    Catalog.open(fork(lost, tmp_path / "fork", **given)).close()

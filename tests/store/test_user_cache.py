@@ -13,7 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from store import COMPILED, StoreError, check_own_directory, compiler_elsewhere, own_cache
+from store import (
+    COMPILED,
+    StoreError,
+    check_own_directory,
+    compile_elsewhere,
+    compiler_elsewhere,
+    own_cache,
+)
 from store.untrusted import own_directory
 from store.user_cache import private_directory
 from tests.support.neighbours import ORDINARY, Neighbour
@@ -232,3 +239,18 @@ def test_a_compiler_that_is_not_found_is_not_looked_for_in_the_current_directory
     (tmp_path / "ccache gcc").touch(0o755)
     given = {COMPILED: str(tmp_path / "compiled"), "CC": compiler}
     assert compiler_elsewhere(given) == {}
+
+
+def test_where_nothing_can_be_written_triton_finds_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run on a CPU needs none, and goes on."""
+    for name in (COMPILED, "CC"):
+        monkeypatch.setenv(name, "")  # so that the test's own values go with it
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "async-gigpo" / "compiled" / "cc").mkdir(parents=True)
+    (tmp_path / "async-gigpo" / "compiled" / "cc" / "full").touch()
+    for made in (tmp_path / "async-gigpo", tmp_path / "async-gigpo" / "compiled"):
+        made.chmod(0o700)
+    compile_elsewhere()
+    assert shutil.which(os.environ["CC"]) is None
