@@ -42,6 +42,9 @@ ROW_GROUP_BYTES = 256 * 1024**2
 # A uid does not compress.
 ALLOWED_ROWS, ROW_BYTES = 4096, 2
 ALLOWED_TRAJECTORIES, UID_BYTES = 1000, 16
+# Readers count at most so many bytes for each byte of a table, see bounded_parquet.py: 20 for the
+# value of a list, and its 4 in the page.
+COUNTED_AS = 8
 # Files read at once. Decoding takes the time, and the learner's process has other work.
 MAX_READERS = 8
 # A dictionary helps with repeated text. On token ids it halves the writing speed, and adds a third
@@ -284,8 +287,16 @@ def _may_be_read(table: pa.Table, data: pa.Buffer, *, n_trajectories: int) -> bo
     return (
         table.num_rows <= most_rows(data.size)
         and n_trajectories <= _most_trajectories(data.size)
-        and table.nbytes <= MAX_DECODED_BYTES
+        and (COUNTED_AS * table.nbytes <= MAX_DECODED_BYTES or _is_decoded(data))
     )
+
+
+def _is_decoded(data: pa.Buffer) -> bool:
+    try:
+        decode(data, path="")
+    except FormatError:
+        return False
+    return True
 
 
 def most_rows(n_bytes: int) -> int:

@@ -179,9 +179,11 @@ class Snapshots:
                     known = self._answer(
                         snapshot.reader, query, n_rows, tables=tables, times_as_text=times_as_text
                     )
-            self._answers.keep(key, known)
+                    if not snapshot.reader.left_out:  # else rows are missing, perhaps for a moment
+                        self._answers.keep(key, known)
         if isinstance(known, StoreError):
-            raise known
+            # A new one: each `raise` of the kept one would add the frames of a request to it.
+            raise StoreError(str(known))
         return known
 
     @contextmanager
@@ -247,7 +249,7 @@ class Snapshots:
             # class of its own.
             if type(error) is not StoreError:
                 raise
-            return error
+            return StoreError(str(error))  # without its traceback
         finally:
             self.left_out = reader.left_out
 

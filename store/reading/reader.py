@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from printable import printable
 from store import errors
-from store.errors import FormatError, QueryProcessError, SqlTimeout, StoreError
+from store.errors import FormatError, QueryProcessError, SqlTimeout, StoreError, UnavailableError
 from store.layout import RunLayout
 from store.reading import landlock, wire
 from store.reading.manifest import read_manifest
@@ -202,7 +202,7 @@ class Reader:
             )
         with self._lock:
             if self._closed:
-                raise StoreError("this reader is closed; open another")
+                raise QueryProcessError("this reader is closed; open another")
             self._check_still_there()
             child = self._ready_child(self.lsn)
             deadline = time.monotonic() + timeout_s
@@ -237,7 +237,7 @@ class Reader:
 
     def _check_still_there(self) -> None:
         if not RunLayout.exists(self.layout.run_directory):
-            raise StoreError(
+            raise UnavailableError(
                 f"{self.layout.run_directory} was moved or deleted since it was opened; open it "
                 "again where it is now"
             )

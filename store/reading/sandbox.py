@@ -38,7 +38,7 @@ import duckdb
 import pyarrow.compute  # noqa: F401  pyarrow imports it later, when no module may be read
 
 from printable import SHOWN_CHARACTERS, one_line
-from store.errors import FormatError, StoreError
+from store.errors import FormatError, QueryProcessError, StoreError, is_out_of_memory
 from store.layout import RunLayout
 from store.reading import landlock, wire
 from store.reading.arrow_answer import BATCH_ROWS, for_arrow, send_rows
@@ -361,5 +361,7 @@ def _send_error(channel: socket.socket, error: Exception) -> None:
     elif not isinstance(error, StoreError):
         name = "" if isinstance(error, duckdb.Error) else f"{type(error).__name__}: "
         text = f"SQL: {name}{text}"
-    message = {"type": type(error).__name__, "message": text[:SHOWN_CHARACTERS]}
+    # A lack of memory may be over the next time, as the end of this process may.
+    kind = QueryProcessError if is_out_of_memory(error) else type(error)
+    message = {"type": kind.__name__, "message": text[:SHOWN_CHARACTERS]}
     wire.send(channel, wire.ERROR, json.dumps(message).encode())

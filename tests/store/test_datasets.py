@@ -49,6 +49,7 @@ from store.maintenance.segment_rows import check_importable, open_rows
 from store.reading.mirror import fetch_run
 from store.reading.reader import open_run
 from store.segments import decode, encode, most_rows, write_rows
+from store.untrusted import bounded_parquet
 from tests.support.forged_dataset import write_dataset
 from tests.support.neighbours import Neighbour, look_while_away
 from tests.support.run_views import connect
@@ -729,3 +730,21 @@ def test_no_version_is_imported_that_a_rebuild_refuses() -> None:
         table = to_table([make_trajectory(group, 0, version=version)])
         with nullcontext() if is_taken else pytest.raises(FormatError, match="version_m"):
             check_importable(table, name="rows")
+
+
+def test_lists_of_equal_tokens_are_written_so_that_every_reader_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: readers count 24 bytes for a token that has four in memory."""
+    monkeypatch.setattr(segments, "MAX_DECODED_BYTES", 1 << 20)
+    monkeypatch.setattr(bounded_parquet, "MAX_DECODED_BYTES", 1 << 20)
+    layout = make_run(tmp_path / "run", n_groups=1)
+    group = Group.imported(group_uid=b"g" * 16, task_id="t", size=1)
+    trajectory = make_trajectory(group, 0, n_steps=1)
+    step = replace(trajectory.steps[0], prompt_ids=(7,) * 20_000)
+    many = to_table([replace(trajectory, steps=(step,))]).take(pa.array([0] * 9))
+    assert many.nbytes < 1 << 20
+    with pytest.raises(FormatError, match="stands for more than"):
+        decode(encode(many, metadata={}), path="compressed")
+    segment = write_rows(layout, many, trajectories=(), worker="import", epoch=1)
+    assert len(decode(layout.storage.read(segment.path), path=segment.path)) == len(many)

@@ -1124,3 +1124,32 @@ def test_queries_that_may_take_long_are_bounded(
         assert stored.ask(lsn, "SELECT 9", is_long=True).num_rows == 1
     finally:
         stored.close()
+
+
+def test_a_failed_query_that_is_asked_again_keeps_no_request(layout: RunLayout) -> None:
+    """The attack: each asking added its frames to the error that was kept, without end."""
+    stored = Snapshots(layout.root)
+    try:
+        raised = []
+        for _ in range(3):
+            with pytest.raises(StoreError, match="no such thing") as caught:
+                stored.ask(stored.newest_lsn, "SELECT error('no such thing')")
+            raised.append(caught.value)
+        assert len({id(error) for error in raised}) == 3
+        (kept,) = stored._answers._answers.values()
+        assert isinstance(kept, StoreError) and kept.__traceback__ is None
+    finally:
+        stored.close()
+
+
+def test_a_run_that_was_away_for_a_moment_is_no_answer(layout: RunLayout) -> None:
+    stored = Snapshots(layout.root)
+    aside = layout.root.with_name("aside")
+    try:
+        layout.root.rename(aside)
+        with pytest.raises(StoreError, match="was moved or deleted"):
+            stored.ask(stored.newest_lsn, "SELECT 42 AS n")
+        aside.rename(layout.root)
+        assert stored.ask(stored.newest_lsn, "SELECT 42 AS n")["n"].to_pylist() == [42]
+    finally:
+        stored.close()
