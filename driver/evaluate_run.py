@@ -186,7 +186,7 @@ def _settings_of_run(weights: str, overrides: Sequence[str], *, new: str) -> Con
             "config instead"
         )
     config = resume.load(run, overrides)
-    if config.store.uri == RunLayout.open(run).info.storage_uri:  # RUN has that storage
+    if config.store.uri == resume.load(run, []).store.uri:  # that of RUN
         config = replace(config, store=replace(config.store, uri=""))
     if config.endpoint.url:  # the run's tasks and settings
         if step is not None:

@@ -20,7 +20,7 @@ from store.errors import StoreError, UnavailableError
 from store.layout import RunLayout
 from store.run_names import (
     BASE_POLICY,
-    CHECKPOINT_PATH,
+    PUBLISHED_PATH,
     VERSION_PATH,
     checked_name,
     without_other_runs,
@@ -33,7 +33,6 @@ from store.weight_files import check_side_files
 # Names the files and their sizes. It is written last and removed first.
 MARKER = "complete.json"
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-PUBLISHED_PATH = re.compile(f"{VERSION_PATH.pattern}|{CHECKPOINT_PATH.pattern}|{BASE_POLICY}")
 # The version being loaded, and the one before, which another worker may still load.
 KEEP_FETCHED = 2
 

@@ -26,6 +26,7 @@ EXPORT_PATH = re.compile(r"export/([a-z]+-[0-9]+-[0-9]+|empty_steps)\.parquet")
 VERSION_PATH = re.compile(r"weights/v[0-9]+")
 CHECKPOINT_PATH = re.compile(r"checkpoints/step[0-9]+")
 BASE_POLICY = "base/policy"  # of a run that began without model.path
+PUBLISHED_PATH = re.compile(f"{VERSION_PATH.pattern}|{CHECKPOINT_PATH.pattern}|{BASE_POLICY}")
 CONFIG_FILE = "config.yaml"  # settings of the newest start; run.json keeps those of the first
 OUTSIDE_FILE = "outside.json"  # digests of the files that a run uses outside its directory
 DRIVER_FILE = "driver.json"  # the process that drives the run
@@ -105,9 +106,14 @@ def without_other_runs(paths: Iterable[str]) -> list[str]:
     others = {
         f"{directory}/"
         for directory, _, name in (path.rpartition("/") for path in known)
-        if directory and name in (RUN_JSON, PRIMARY)
+        if directory and _is_sign_of_another_run(directory, name)
     }
     return [path for path in known if not path.startswith(tuple(others))]
+
+
+def _is_sign_of_another_run(directory: str, name: str) -> bool:
+    """Return whether a file says that a run is in a directory. A model may have a run.json."""
+    return name == PRIMARY or (name == RUN_JSON and not PUBLISHED_PATH.fullmatch(directory))
 
 
 def is_of_a_run(name: str) -> bool:

@@ -26,7 +26,12 @@ from store.records import SEGMENT_SCHEMA, UID_TYPE, Trajectory, to_table
 from store.run_json import FORMAT, check_format
 from store.run_names import PRIMARY
 from store.storage import LocalStorage
-from store.untrusted.bounded_parquet import MAX_DECODED_BYTES, open_parquet, read_table
+from store.untrusted.bounded_parquet import (
+    MAX_DECODED_BYTES,
+    is_within_bounds,
+    open_parquet,
+    read_table,
+)
 
 ZSTD_LEVEL = 1  # measured: level 3 is no smaller here and 14% slower
 # Zstandard's set-up costs each file 0.9 ms of a core to write, and as much to read. A file with few
@@ -191,9 +196,7 @@ def write_rows(
 ) -> SegmentMeta:
     """Write a table of SEGMENT_SCHEMA that holds exactly `trajectories` to a new segment."""
     metadata = {"run_id": layout.info.run_id, "worker": worker, "epoch": str(epoch)}
-    data = encode(table, metadata=metadata)
-    if not _may_be_read(table, data, n_trajectories=len(trajectories)):
-        data = encode(table, metadata=metadata, is_plain=True)
+    data = encode_for_readers(table, metadata=metadata, n_trajectories=len(trajectories))
     digest = file_digest(data)
     # Named by its content, so that a second attempt at a group cannot replace a committed file.
     path = layout.relative(layout.segment(worker=worker, segment_id=digest))
@@ -279,26 +282,6 @@ def decode(
     return table.select(names).replace_schema_metadata(None)
 
 
-def _may_be_read(table: pa.Table, data: pa.Buffer, *, n_trajectories: int) -> bool:
-    """Return whether the bytes are within the bounds of readers.
-
-    Those are for strangers' files. A dataset may have rows that are all alike.
-    """
-    return (
-        table.num_rows <= most_rows(data.size)
-        and n_trajectories <= _most_trajectories(data.size)
-        and (COUNTED_AS * table.nbytes <= MAX_DECODED_BYTES or _is_decoded(data))
-    )
-
-
-def _is_decoded(data: pa.Buffer) -> bool:
-    try:
-        decode(data, path="")
-    except FormatError:
-        return False
-    return True
-
-
 def most_rows(n_bytes: int) -> int:
     """Return the rows that a segment of `n_bytes` has at most."""
     return ALLOWED_ROWS + n_bytes // ROW_BYTES
@@ -315,6 +298,23 @@ def _check_trajectories(table: pa.Table, *, n_bytes: int) -> None:
 
 def _most_trajectories(n_bytes: int) -> int:
     return ALLOWED_TRAJECTORIES + n_bytes // UID_BYTES
+
+
+def encode_for_readers(
+    table: pa.Table, *, metadata: dict[str, str], n_trajectories: int
+) -> pa.Buffer:
+    """Return Parquet bytes that every reader takes, plain if need be.
+
+    Readers have bounds, for strangers' files. Rows that are all alike, such as those of a dataset,
+    would be compressed below them.
+    """
+    data = encode(table, metadata=metadata)
+    is_taken = (
+        table.num_rows <= most_rows(data.size)
+        and n_trajectories <= _most_trajectories(data.size)
+        and (COUNTED_AS * table.nbytes <= MAX_DECODED_BYTES or is_within_bounds(data))
+    )
+    return data if is_taken else encode(table, metadata=metadata, is_plain=True)
 
 
 def encode(table: pa.Table, *, metadata: dict[str, str], is_plain: bool = False) -> pa.Buffer:

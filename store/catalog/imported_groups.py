@@ -20,6 +20,7 @@ from store.catalog.groups import (
     recompute_if_full,
 )
 from store.catalog.records import EXTRA_OF, IMPORTED, Group
+from store.catalog.schema_check import LARGEST_COUNTER
 from store.catalog.segment_states import insert_segment
 from store.catalog.transaction import Transaction
 from store.errors import StoreError
@@ -127,6 +128,7 @@ def check_members(
     if own:
         _refuse_unknown(tx, groups)
     _refuse_new_members(tx, trajectories, groups=groups)
+    _refuse_other_sizes(tx, groups)
 
 
 def _refuse_unknown(tx: Transaction, groups: Sequence[Group]) -> None:
@@ -143,6 +145,20 @@ def _refuse_unknown(tx: Transaction, groups: Sequence[Group]) -> None:
             )
 
 
+def _refuse_other_sizes(tx: Transaction, groups: Sequence[Group]) -> None:
+    """Raise StoreError if an earlier dataset said another size of a group."""
+    query = """SELECT size FROM grp
+               WHERE group_uid = :group_uid AND split = 'imported' AND source IS NULL"""
+    for group in groups:
+        row = tx.row(query, group_uid=group.group_uid)
+        if row is not None and row["size"] != group.size:
+            raise StoreError(
+                f"group {uid_text(group.group_uid)} has {group.size} members in the dataset, and "
+                f"the run has it with another size, {row['size']}; export it again from the run "
+                "that played it, and import it into a new run"
+            )
+
+
 def _refuse_new_members(
     tx: Transaction, trajectories: Sequence[TrajectoryMeta], *, groups: Sequence[Group]
 ) -> None:
@@ -153,7 +169,8 @@ def _refuse_new_members(
     its members: a dataset that says a larger size would bring more.
     """
     task_ids = {group.group_uid: group.task_id for group in groups}
-    of_group = """SELECT task_id FROM grp WHERE group_uid = :group_uid
+    newest = tx.value(f"SELECT coalesce(max(version), {LARGEST_COUNTER}) FROM version")
+    of_group = """SELECT task_id, split FROM grp WHERE group_uid = :group_uid
                   AND (split <> 'imported' OR source IS NOT NULL)"""
     of_lost = """SELECT 1 FROM lost_trajectory
                  WHERE (traj_uid, group_uid) = (:traj_uid, :group_uid)"""
@@ -162,7 +179,9 @@ def _refuse_new_members(
         if group is None:
             continue
         is_lost = tx.row(of_lost, traj_uid=one.traj_uid, group_uid=one.group_uid) is not None
-        if not is_lost or group["task_id"] != task_ids[one.group_uid]:
+        # The versions of an offline group are those of the run that played it.
+        is_of_future = group["split"] != IMPORTED and one.version_max > newest
+        if not is_lost or is_of_future or group["task_id"] != task_ids[one.group_uid]:
             raise StoreError(
                 f"group {uid_text(one.group_uid)} was opened in this very run, or is trained on in "
                 f"it, and trajectory {uid_text(one.traj_uid)} is none that it lost; put the newest "

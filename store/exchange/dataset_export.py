@@ -35,7 +35,7 @@ from store.reading.reader import Reader, open_run
 from store.records import UID_TYPE, uid_text
 from store.run_json import FORMAT
 from store.run_names import SEGMENT_PATH, checked_name
-from store.segments import decode, encode
+from store.segments import decode, encode_for_readers
 from store.storage import Storage, make_place, open_storage
 from store.untrusted.bounded_parquet import open_parquet, read_table
 from store.untrusted.file_access import open_file
@@ -209,7 +209,7 @@ def _write_parts(
     # a part has the metadata of a segment, so that both are read alike
     metadata = {"run_id": layout.info.run_id, "worker": "export", "epoch": "0"}
     for number, table in enumerate(_in_large_tables(tables)):
-        data = encode(table, metadata=metadata)
+        data = encode_for_readers(table, metadata=metadata, n_trajectories=0)
         # a directory of Parquet files alone, which every tool can read
         path = f"{PARTS}/part-{number:05d}.parquet"
         storage.write(path, data)

@@ -72,6 +72,13 @@ def check_part(
     """
     segment_rows.check_importable(table, name=name)
     played = segment_rows.trajectories(table)
+    task_ids: dict[bytes, str] = {}
+    for one in played:
+        if task_ids.setdefault(one.meta.group_uid, one.task_id) != one.task_id:
+            raise FormatError(
+                f"{name}: group {uid_text(one.meta.group_uid)} has more than one task; "
+                f"{segment_rows.LOOK_AT_IT}"
+            )
     for meta in (one.meta for one in played):
         try:
             size = size_of(meta.group_uid)

@@ -134,6 +134,17 @@ def read_table(
     return table
 
 
+def is_within_bounds(data: pa.Buffer) -> bool:
+    """Return whether the bytes of a Parquet file are within the bounds of `read_table`."""
+    source = pa.BufferReader(data)
+    try:
+        file = open_parquet(source, n_bytes=data.size, name="", verify=False)
+        read_table(file, source, n_bytes=data.size, name="", columns=None)
+    except FormatError:
+        return False
+    return True
+
+
 def _decoded(
     file: pq.ParquetFile, source: Any, *, n_bytes: int, name: object, columns: Sequence[str] | None
 ) -> pa.Table:

@@ -45,10 +45,11 @@ from store.hashing import uid
 from store.maintenance import segment_rows
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import LARGEST_COUNT, rebuild
-from store.maintenance.segment_rows import check_importable, open_rows
+from store.maintenance.repair import repair
+from store.maintenance.segment_rows import LARGEST_NUMBER, check_importable, open_rows
 from store.reading.mirror import fetch_run
 from store.reading.reader import open_run
-from store.segments import decode, encode, most_rows, write_rows
+from store.segments import decode, encode, most_rows, read_segments, write_rows
 from store.untrusted import bounded_parquet
 from tests.support.forged_dataset import write_dataset
 from tests.support.neighbours import Neighbour, look_while_away
@@ -748,3 +749,49 @@ def test_lists_of_equal_tokens_are_written_so_that_every_reader_takes_them(
         decode(encode(many, metadata={}), path="compressed")
     segment = write_rows(layout, many, trajectories=(), worker="import", epoch=1)
     assert len(decode(layout.storage.read(segment.path), path=segment.path)) == len(many)
+
+
+def test_no_dataset_says_another_size_or_task_of_a_known_group(tmp_path: Path) -> None:
+    """The attack: a group of two had four members, and no import took its export."""
+    layout = make_run(tmp_path / "run", n_groups=1)
+    group = Group.imported(group_uid=uid("s"), task_id="t", size=4)
+
+    def dataset(name: str, *members: int, size: int, **changes: object) -> Path:
+        played = [make_trajectory(group, member) for member in members]
+        played[-1] = replace(played[-1], **changes)
+        return write_dataset(tmp_path / name, to_table(played), run_id="f" * 32, size=size)
+
+    import_selection(layout.root, dataset("two", 0, 1, size=2))
+    with pytest.raises(StoreError, match="has 4 members in the dataset, and .* another size, 2"):
+        import_selection(layout.root, dataset("four", 2, 3, size=4))
+    with pytest.raises(FormatError, match="has more than one task"):
+        import_selection(layout.root, dataset("tasks", 0, 1, size=2, task_id="another"))
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_a_trajectory_that_comes_back_is_of_no_version_that_was_never_announced(
+    tmp_path: Path,
+) -> None:
+    """The attack: a rebuild made that version the newest, and the next one refused all after it."""
+    layout = make_run(tmp_path / "run", n_groups=1)
+    dataset = tmp_path / "dataset"
+    with Catalog.open(layout) as catalog:
+        catalog.record_version(
+            VersionRecord(version=1, path="weights/v000001", digest="d", learner_step=None)
+        )
+        (segment,) = catalog.live_segments()
+        (meta,) = catalog.segment_metas([segment.segment_id])
+        rows = read_segments(layout, [meta])
+    (layout.root / meta.path).unlink()
+    with Catalog.open(layout) as catalog:
+        repair(catalog, layout, findings=check(layout, level=CONTENTS))
+    version = pa.array([LARGEST_NUMBER] * len(rows), rows["version_max"].type)
+    place = rows.schema.get_field_index("version_max")
+    write_dataset(
+        dataset,
+        rows.set_column(place, rows.schema.field(place), version),
+        run_id=layout.info.run_id,
+        size=2,
+    )
+    with pytest.raises(StoreError, match="is none that it lost"):
+        import_selection(layout.root, dataset)

@@ -59,6 +59,7 @@ def test_what_nobody_published_is_left_in_the_storage(
         "checkpoints/best/a",
         "checkpoints/x/step000009/a",
         "checkpoints/step000009/primary.json",  # another run's
+        "checkpoints/step000009/segments/w0/a.parquet",
         "checkpoints/step000009/run.json",
     )
     for path in foreign:
