@@ -25,7 +25,8 @@ from analysis.view.guard import MAX_ADDRESS_BYTES
 from linear_h11 import use_linear_patterns
 
 MAX_HEAD_BYTES = 2 * MAX_ADDRESS_BYTES  # of a request: address and headers
-# And at most half of the files that this process may open. A browser has six.
+# And at most a third of the files that this process may open: one that is sent a file holds two. A
+# browser has six connections.
 MAX_CONNECTIONS = 1024
 
 
@@ -79,7 +80,7 @@ class _OneAtATime(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if len(self.connections) >= min(MAX_CONNECTIONS, max(1, open_files // 2)):
+        if len(self.connections) >= min(MAX_CONNECTIONS, max(1, open_files // 3)):
             clients = [one for one in self.connections if isinstance(one, _OneAtATime)]
             idle = [one for one in clients if one.is_idle]
             if idle:

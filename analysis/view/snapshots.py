@@ -354,9 +354,10 @@ class Snapshots:
         while not self._is_closed.wait(self._refresh_s):
             now = time.monotonic()
             since_s = now - caught_up_at
-            self._is_short_of_memory()  # else what the last ones took stays until the next query
-            allowed_s = CPU_SHARE * (psutil.cpu_count() or 1) * since_s
             try:
+                # else what the last answers took stays until the next query
+                self._is_short_of_memory()
+                allowed_s = CPU_SHARE * (psutil.cpu_count() or 1) * since_s
                 if (
                     now - self._looked_at <= LOOKED_AT_S
                     and since_s >= (REMOTE_REFRESH_S if self._is_remote else 0.0)

@@ -169,7 +169,7 @@ class Server:
         del fields  # may be large, and the session may have to be waited for
         async with self._used(session):
             self._let_go(session.n_kept, session)
-            session.n_kept = 0
+            session.n_kept, session.has_begun = 0, False
             observation = await session.environment.reset(task)
             session.has_begun = True
             return web.json_response(observation_to_json(observation))
@@ -195,7 +195,9 @@ class Server:
                         "one, POST /reset, or ask again later",
                     )
                 keep()
+                session.has_begun = False  # after an error there is no episode
                 transition = await session.environment.step(action)
+                session.has_begun = True
         flat = {
             field.name: getattr(transition, field.name) for field in dataclass_fields(transition)
         }

@@ -322,10 +322,26 @@ class CachedEpisode:
         self._object: EnvironmentObject | None = None  # held by this episode
         self._n_done = 0  # length of the path that the object has gone
         self._is_over = False
+        self._has_failed = False
         graph.n_playing += 1
 
     async def answer(self, action: str | None) -> Result:
-        """Return the remembered answer, or the environment's. Raises its EnvironmentDied."""
+        """Return the remembered answer, or the environment's. Raises its EnvironmentDied.
+
+        After an error the episode has no state: what the environment said next would be remembered
+        for all episodes of the task.
+        """
+        if self._has_failed:
+            raise EnvironmentDied(
+                "the episode ended with an error; begin another one with a reset", at_fault=False
+            )
+        try:
+            return await self._answer(action)
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    async def _answer(self, action: str | None) -> Result:
         if action is RESET:
             await self._cache.open(self._graph)
         self._cache.n_answers += 1

@@ -1072,3 +1072,81 @@ def test_a_server_that_repeats_the_key_does_not_get_it_written(status: str, body
             with pytest.raises(EnvironmentDied) as playing:
                 asyncio.run(play())
             assert KEY[:5] not in str(playing.value)
+
+
+ADDER = """
+from envs import Observation, Task, Transition
+class Adder:
+    deterministic = True
+    def __init__(self, options): self.text = "nobody"
+    @classmethod
+    def tasks(cls, split, options): return [Task(id=split, env_name="", split=split, seed=0)]
+    def reset(self, task):
+        self.text = task.id
+        return Observation(text=self.text)
+    def step(self, action):
+        self.text += str(int(action))  # raises for what is no number
+        return Transition(observation=Observation(text=self.text), reward=0.0, terminated=False,
+                          truncated=False, won=False, valid=True)
+    def close(self): pass
+"""
+
+
+def test_after_an_error_no_client_gives_the_others_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a new object, which was never reset, answered for the task of all."""
+    (tmp_path / "adder_world.py").write_text(ADDER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def attack() -> list[str]:
+        pool = EnvironmentPool("adder_world:Adder", {}, processes=1, answer_timeout_s=20.0)
+        task = Task(id="train", env_name="adder_world:Adder", split="train", seed=0)
+        try:
+            async with pool.environment() as one:
+                await one.reset(task)
+                for action in ("x", "5"):
+                    with pytest.raises(EnvironmentDied):
+                        await one.step(action)
+                first = await one.reset(task)
+                second = await one.step("5")
+            async with pool.environment() as other:
+                await other.reset(task)
+                third = await other.step("5")
+            return [first.text, second.observation.text, third.observation.text]
+        finally:
+            pool.close()
+
+    assert asyncio.run(attack()) == ["train", "train5", "train5"]
+
+
+def test_after_an_error_a_session_is_reset_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "adder_world.py").write_text(ADDER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def attack() -> list[tuple[int, dict[str, object]]]:
+        there = serving("adder_world:Adder", {}, processes=1, answer_timeout_s=20.0)
+        url = f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"
+
+        async def post(verb: str, **fields: object) -> tuple[int, dict[str, object]]:
+            return await asyncio.to_thread(ask, url, verb, fields)
+
+        try:
+            (_, created) = await post("create")
+            begin = {"id": created["id"], "task": {"id": "train"}}
+            return [
+                await post("reset", **begin),
+                await post("step", id=created["id"], action="x"),
+                await post("step", id=created["id"], action="5"),
+                await post("reset", **begin),
+                await post("step", id=created["id"], action="5"),
+            ]
+        finally:
+            await there.close()
+
+    answers = asyncio.run(attack())
+    assert [status for status, _ in answers] == [200, 500, 409, 200, 200]
+    assert "POST /reset first" in str(answers[2][1]["error"])
+    assert "train5" in str(answers[4][1]["observation"])

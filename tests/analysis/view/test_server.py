@@ -22,6 +22,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import urlencode
 
 import anyio
@@ -1151,5 +1152,20 @@ def test_a_run_that_was_away_for_a_moment_is_no_answer(layout: RunLayout) -> Non
             stored.ask(stored.newest_lsn, "SELECT 42 AS n")
         aside.rename(layout.root)
         assert stored.ask(stored.newest_lsn, "SELECT 42 AS n")["n"].to_pylist() == [42]
+    finally:
+        stored.close()
+
+
+def test_without_a_file_to_open_newer_rows_are_looked_for_again(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: slow clients held all open files for a moment, and nobody looked from then on."""
+    stored = Snapshots(layout.root, refresh_s=0.01)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "_left_bytes", mock.Mock(side_effect=OSError(24, "too many")))
+            while stored.stuck != snapshots.LACKS_RESOURCES:
+                time.sleep(0.01)
+        assert stored._thread.is_alive()
     finally:
         stored.close()
