@@ -27,6 +27,7 @@ from store.run_json import FORMAT, check_format
 from store.run_names import PRIMARY
 from store.storage import LocalStorage
 from store.untrusted.bounded_parquet import (
+    ARRAY_BYTES,
     MAX_DECODED_BYTES,
     is_within_bounds,
     open_parquet,
@@ -47,8 +48,8 @@ ROW_GROUP_BYTES = 256 * 1024**2
 # A uid does not compress.
 ALLOWED_ROWS, ROW_BYTES = 4096, 2
 ALLOWED_TRAJECTORIES, UID_BYTES = 1000, 16
-# Readers count at most so many bytes for each byte of a table, see bounded_parquet.py: 20 for the
-# value of a list, and its 4 in the page.
+# Readers count at most so many bytes for each byte of a table: 20 for the value of a list, and its
+# 4 in the page.
 COUNTED_AS = 8
 # Files read at once. Decoding takes the time, and the learner's process has other work.
 MAX_READERS = 8
@@ -282,6 +283,14 @@ def decode(
     return table.select(names).replace_schema_metadata(None)
 
 
+def _counted_bytes(table: pa.Table) -> int:
+    """Return a bound of what readers count for the rows of a table, see bounded_parquet.py.
+
+    With long texts in its dictionaries each row is a batch of its own.
+    """
+    return COUNTED_AS * table.nbytes + ARRAY_BYTES * table.num_columns * table.num_rows
+
+
 def most_rows(n_bytes: int) -> int:
     """Return the rows that a segment of `n_bytes` has at most."""
     return ALLOWED_ROWS + n_bytes // ROW_BYTES
@@ -312,7 +321,7 @@ def encode_for_readers(
     is_taken = (
         table.num_rows <= most_rows(data.size)
         and n_trajectories <= _most_trajectories(data.size)
-        and (COUNTED_AS * table.nbytes <= MAX_DECODED_BYTES or is_within_bounds(data))
+        and (_counted_bytes(table) <= MAX_DECODED_BYTES or is_within_bounds(data))
     )
     return data if is_taken else encode(table, metadata=metadata, is_plain=True)
 

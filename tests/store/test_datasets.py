@@ -795,3 +795,23 @@ def test_a_trajectory_that_comes_back_is_of_no_version_that_was_never_announced(
     )
     with pytest.raises(StoreError, match="is none that it lost"):
         import_selection(layout.root, dataset)
+
+
+def test_rows_beside_one_long_text_are_written_so_that_every_reader_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: with a long text in the dictionary readers count each row as a batch."""
+    for module in (segments, bounded_parquet):
+        monkeypatch.setattr(module, "MAX_DECODED_BYTES", 1 << 24)
+    monkeypatch.setattr(bounded_parquet, "BATCH_BYTES", 1 << 16)
+    layout = make_run(tmp_path / "run", n_groups=1)
+    group = Group.imported(group_uid=b"g" * 16, task_id="t", size=1)
+    trajectory = make_trajectory(group, 0, n_steps=2)
+    long = replace(trajectory.steps[0], obs_text="a" * (1 << 17))
+    both = to_table([replace(trajectory, steps=(long, trajectory.steps[1]))])
+    many = both.take(pa.array([0] + [1] * 1_500))
+    assert 8 * many.nbytes < 1 << 24
+    with pytest.raises(FormatError, match="stands for more than"):
+        decode(encode(many, metadata={}), path="compressed")
+    segment = write_rows(layout, many, trajectories=(), worker="import", epoch=1)
+    assert len(decode(layout.storage.read(segment.path), path=segment.path)) == len(many)
