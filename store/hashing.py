@@ -21,6 +21,11 @@ MOST_MARKS = 30  # in a row, as in the Stream-Safe Text Format of UAX 15
 # Looking for marks takes 0.2 us a character, with the interpreter's lock: heartbeats wait for it.
 MOST_NORMALISED = 1 << 20  # characters
 MARKS_FROM_TO = (0x300, 0x20000)
+# Combining marks that came after Unicode 14, the version of Python 3.11. Every Python takes them
+# for letters, as that one does: otherwise the hash of a state would depend on the Python that runs.
+LATER_MARKS = re.compile(
+    "([\U00010efd-\U00010eff\U00011f41\U00011f42\U0001e08f\U0001e4ec-\U0001e4ef])"
+)
 HASH_BYTES = 16  # 1e10 states collide with probability 1.5e-19
 # Part of every state hash, so that a new canonical form never matches an old hash.
 # No release hashed texts without the two limits above, so they are part of version 1.
@@ -30,7 +35,7 @@ _UID_TAG = b"uid-1"
 
 
 def canonical(text: str) -> str:
-    """Return the text that is hashed: Unicode NFC with LF line ends. Nothing else is changed.
+    """Return the text that is hashed: NFC of Unicode 14 with LF line ends. Nothing else is changed.
 
     A text with more than 30 combining marks in a row, as no language has, keeps its form, and so
     does one of more than a million characters.
@@ -42,7 +47,7 @@ def canonical(text: str) -> str:
     # Python sorts marks in quadratic time, with the interpreter's lock: 3 s for 80,000 of them.
     if text.isascii() or len(text) > MOST_NORMALISED or _has_many_marks(text):
         return text
-    return unicodedata.normalize("NFC", text)
+    return "".join(unicodedata.normalize("NFC", part) for part in LATER_MARKS.split(text))
 
 
 def _has_many_marks(text: str) -> bool:
@@ -60,6 +65,7 @@ def _mark_patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
         each
         for each in characters
         if all(map(unicodedata.combining, unicodedata.normalize("NFD", each)))
+        and not LATER_MARKS.match(each)
     ]
     mark = f"[{''.join(marks)}]"
     return re.compile(mark), re.compile(f"{mark}{{{MOST_MARKS + 1}}}")

@@ -332,21 +332,37 @@ def _addresses(
     left = {group_uid for group_uid, held in members.items() if held[0].split == TRAIN}
     query = "SELECT coalesce(max(ordinal), 0) AS n FROM grp WHERE split = :split"
     newest = tx.rows(query, split=TRAIN)[0]["n"]
-    addresses = ((TRAIN, ordinal, None) for ordinal in _around(newest, n=ORDINALS_TRIED))
-    yield from _matched(tx, addresses, left=left, foreign=foreign)
-    left = {group_uid for group_uid, held in members.items() if held[0].split == HELDOUT}
+    first, end = max(0, newest - ORDINALS_TRIED), newest + ORDINALS_TRIED
+    # Without a backup the newest is not known: go on behind the last that was found.
+    while left:
+        addresses = ((TRAIN, ordinal, None) for ordinal in range(first, end))
+        found = list(_matched(tx, addresses, left=left, foreign=foreign))
+        yield from found
+        if not found:
+            break
+        first, end = end, max(ordinal for _, (_, ordinal, _) in found) + 1 + ORDINALS_TRIED
+    held_out = {uid: held for uid, held in members.items() if held[0].split == HELDOUT}
+    left = set(held_out)
     query = "SELECT evaluated_version FROM grp WHERE split = :split"
     rounds = Counter(row["evaluated_version"] for row in tx.rows(query, split=HELDOUT))
     newest = tx.rows("SELECT coalesce(max(version), 0) AS n FROM version")[0]["n"]
-    per_round = max(2 * max(rounds.values(), default=0), ORDINALS_TRIED // ROUNDS_TRIED)
     versions = {*rounds, *_around(max([newest, *rounds]), n=ROUNDS_TRIED)}
     versions.update(row["version"] for row in tx.rows("SELECT version FROM version"))
-    in_rounds = (
-        (HELDOUT, ordinal, version)
-        for version in sorted(versions, reverse=True)
-        for ordinal in range(per_round)
-    )
-    yield from _matched(tx, islice(in_rounds, HELDOUT_TRIED), left=left, foreign=foreign)
+    played_by = (one.meta for held in held_out.values() for one in held)
+    versions.update(version for one in played_by for version in (one.version_min, one.version_max))
+    first, end = 0, max(2 * max(rounds.values(), default=0), ORDINALS_TRIED // ROUNDS_TRIED)
+    while left:
+        in_rounds = (
+            (HELDOUT, ordinal, version)
+            for version in sorted(versions, reverse=True)
+            for ordinal in range(first, end)
+        )
+        limited = islice(in_rounds, HELDOUT_TRIED)
+        found = list(_matched(tx, limited, left=left, foreign=foreign))
+        yield from found
+        if not found:
+            break
+        first, end = end, 2 * end
 
 
 def _around(newest: int, *, n: int) -> range:

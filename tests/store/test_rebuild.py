@@ -29,6 +29,7 @@ from store import (
     UnavailableError,
     VersionRecord,
     export,
+    open_run,
     write_open_sql,
     write_segment,
 )
@@ -823,3 +824,31 @@ def test_a_manifest_that_counts_too_far_is_refused_by_name(tmp_path: Path) -> No
     layout.manifest.unlink()
     rebuild(layout)
     assert check(layout, level=CONTENTS) == []
+
+
+def test_without_a_backup_groups_are_found_however_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: all groups behind the first 100,000 became imported ones, and were not trained on."""
+    monkeypatch.setattr(rebuild_module, "ORDINALS_TRIED", 10)
+    monkeypatch.setattr(rebuild_module, "ROUNDS_TRIED", 5)
+    layout = RunLayout.create(tmp_path / "run", config_yaml="")
+    with Catalog.open(layout) as catalog:
+        write_open_sql(layout, macros=(), max_staleness=9)
+        for ordinal in (0, 7, 16, 25):
+            play(layout, catalog, open_train_group(catalog, ordinal))
+        for ordinal in range(9):
+            group = catalog.open_group(
+                ordinal=ordinal, task_id="t", split="heldout", size=1, evaluated_version=40
+            )
+            play(layout, catalog, group, version=40)
+        query = "SELECT split, ordinal FROM groups ORDER BY ALL"
+        export(catalog, layout)
+        with open_run(layout.root) as reader:
+            before = reader.rows(query)
+    shutil.rmtree(layout.root / "backup")
+    for path in layout.root.glob("catalog.sqlite*"):
+        path.unlink()
+    rebuild(layout)
+    with open_run(layout.root) as reader:
+        assert reader.rows(query) == before
