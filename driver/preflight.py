@@ -163,9 +163,9 @@ def make_or_open_run(config: Config) -> RunLayout:
         layout = RunLayout.open(root)
         check_owner(layout)
     else:
-        layout = RunLayout.create(
-            root, config_yaml=configs.as_yaml(config), storage_uri=config.store.uri
-        )
+        text = configs.as_yaml(config)
+        configs.from_yaml(text)  # written out it may be longer than it is read
+        layout = RunLayout.create(root, config_yaml=text, storage_uri=config.store.uri)
     write_open_sql(layout, macros=_macros(config), max_staleness=config.max_staleness)
     return layout
 

@@ -46,6 +46,7 @@ from store import (
     parse_run_step,
     read_run_file,
     sign_next,
+    signed_texts,
     trusted_texts,
     write_atomically,
 )
@@ -142,9 +143,10 @@ def remember(config: Config) -> None:
     prompt = replace(config.prompt, template=template)
     text = configs.as_yaml(replace(config, model=model, critic=critic, prompt=prompt))
     layout = RunLayout.open(run)
-    if layout.is_made_by_this_user():
+    if layout.is_made_by_this_user() and (signed := signed_texts(run)) is not None:
         # Signed before it is written: killed in between, the run still has a signed config.yaml.
-        sign_next(run, config=text.encode())
+        # With run.json: of many signatures the newest are kept.
+        sign_next(run, run_json=signed.run_json, config=text.encode())
     write_atomically(run / CONFIG_FILE, text.encode(), mode=READ_WRITE, beneath=run)
     if layout.info.storage_uri is not None:  # for `bring`; signatures first, as above
         if layout.is_made_by_this_user():  # only who signed a run can read its signatures

@@ -129,11 +129,16 @@ class RunLayout:
             ancestors=ancestors,
         )
         layout = cls(root=root, info=info)
+        content = json.dumps(dataclasses.asdict(info), indent=1).encode()
+        if len(content) > beneath.MAX_TEXT_BYTES:
+            raise StoreError(
+                f"the settings of {root} take {len(content):,} bytes in {RUN_JSON}, more than "
+                f"{beneath.MAX_TEXT_BYTES:,}; shorten the texts in them"
+            )
         try:
             made = (layout.segments, layout.exports, layout.weights, layout.checkpoints)
             for directory in (root, *made, layout.logs):
                 make_directory(directory, beneath=root)
-            content = json.dumps(dataclasses.asdict(info), indent=1).encode()
             if info.storage_uri is not None and beneath.status(layout.run_json, root=root) is None:
                 claim(root, info, content)
             # Signed first: a run that is killed here is this user's, and can be continued.

@@ -22,7 +22,7 @@ from driver.preflight import show_missing
 from driver.progress import Progress, said_with_spinner
 from driver.screen import shown_in
 from envs.textworld.games import ensure_compiled
-from store import Counts, StoreError, primary_directory
+from store import Counts, RunLayout, StoreError, primary_directory
 from tests.support.neighbours import Neighbour
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -436,3 +436,14 @@ def test_a_dry_run_says_which_gpus_are_missing_here(
     assert preflight.missing_gpus(Config()) == [] and preflight.gpus_of_this_machine() == 0, (
         "tests see no GPU"
     )
+
+
+def test_settings_that_cannot_be_read_again_make_no_run(tmp_path: Path) -> None:
+    """The attack: the run was made, and no command went on with it."""
+    config = configs.load(KEY_ROOM, [f"run_dir={tmp_path / 'run'}"])
+    prompt = replace(config.prompt, template="\ufeff" * 300_000)
+    with pytest.raises(ConfigError, match="it has more than 1,048,576 characters"):
+        preflight.make_or_open_run(replace(config, prompt=prompt))
+    with pytest.raises(StoreError, match="bytes in run.json, more than 4,194,304; shorten"):
+        RunLayout.create(tmp_path / "run", config_yaml="\u4e00" * 800_000)
+    assert not (tmp_path / "run").exists()

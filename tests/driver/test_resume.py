@@ -22,6 +22,7 @@ from cli.__main__ import main
 from configs import Config, ConfigError
 from coordinator import Coordinator
 from driver import resume
+from driver.preflight import make_or_open_run
 from learner.restore import restored_lines
 from store import FormatError, FoundAtStart, RollBack, RunLayout, StoreError, write_open_sql
 from tests.coordinator.test_coordinator import make_config, play, publish
@@ -507,3 +508,15 @@ def test_what_was_restored_and_thrown_away_is_said_in_two_lines() -> None:
         ", 1 unfinished group is played first; 1 trajectory is kept, held-out ones included\nthrown away: nothing"
         in said
     )
+
+
+def test_a_run_stays_its_makers_however_often_its_settings_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a thousand starts later the signature of run.json was gone."""
+    monkeypatch.setattr("store.untrusted.signatures.MAX_SIGNATURES", 4)
+    config = make_config(tmp_path / "run", max_staleness=0)
+    layout = make_or_open_run(config)
+    for steps in range(1, 9):
+        resume.remember(replace(config, learner=replace(config.learner, steps=steps)))
+        assert layout.is_made_by_this_user()
