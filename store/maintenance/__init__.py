@@ -5,6 +5,7 @@ fsck.py           check a run, with fsck_catalog.py, fsck_segments.py and fsck_e
 segment_rows.py   read one segment file and judge its rows
 repair.py         repair what fsck found
 backup.py         the backup of the catalog, and rebuild.py, which begins with it
+database_bytes.py  the bytes of a catalog's file, of any size
 rebuild_run_json.py  run.json from its copy
 whole_run.py      check, repair, compact or rebuild one whole run, as the commands do
 compact.py        merge many small segment files

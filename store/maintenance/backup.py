@@ -10,9 +10,6 @@ replaces a sound backup. Both are held in memory: about 1 KB for each trajectory
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
-
-import pyarrow as pa
 
 from printable import REASON_CHARACTERS, one_line
 from store.catalog.connection import DAMAGED_PAGES, raise_if_interrupted
@@ -20,12 +17,9 @@ from store.catalog.schema_check import SCHEMA, check_schema, let_ctrl_c_end_quer
 from store.clock import now_us
 from store.errors import ForeignSchemaError, FormatError, StoreError, UnavailableError
 from store.layout import RunLayout
+from store.maintenance.database_bytes import bytes_of, copy_bytes
 from store.maintenance.finding import Finding, found
 from store.maintenance.fsck_catalog import check_catalog, check_identity
-
-# Both bytes are 2 in a catalog with a write-ahead log. SQLite opens no such file in memory.
-JOURNAL_MODE = slice(18, 20)
-ROLLBACK_JOURNAL = b"\1\1"
 
 
 def write_backup(copy: sqlite3.Connection, layout: RunLayout) -> None:
@@ -38,9 +32,7 @@ def write_backup(copy: sqlite3.Connection, layout: RunLayout) -> None:
     copy.row_factory = sqlite3.Row
     check_schema(copy, path=layout.catalog)
     _check_sound(copy, layout)
-    data = bytearray(copy.serialize())
-    data[JOURNAL_MODE] = ROLLBACK_JOURNAL
-    layout.storage.write(layout.relative(layout.backup), pa.py_buffer(data))
+    layout.storage.write(layout.relative(layout.backup), bytes_of(copy))
 
 
 def read_backup(layout: RunLayout) -> sqlite3.Connection:
@@ -54,9 +46,7 @@ def read_backup(layout: RunLayout) -> sqlite3.Connection:
         raise FormatError(f"{layout.backup} is empty")
     connection = empty_database()
     try:
-        with closing(sqlite3.connect(":memory:")) as file:
-            file.deserialize(data)
-            file.backup(connection)  # copies pages and executes nothing of them
+        copy_bytes(data, connection)
         check_schema(connection, path=layout.backup)
         # Before an index that is missing is made: if a table's pages share their children, that
         # fills the disk.

@@ -40,6 +40,7 @@ from store.hashing import file_digest
 from store.layout import RunLayout
 from store.maintenance.backup import empty_database, read_backup
 from store.maintenance.compact import WORKER as COMPACTED
+from store.maintenance.database_bytes import bytes_of
 from store.maintenance.fsck import NAMES, check
 from store.maintenance.repair import quarantine, repair
 from store.maintenance.segment_rows import LARGEST_NUMBER, Played, open_rows, trajectories
@@ -110,7 +111,7 @@ def rebuild(layout: RunLayout, *, is_brought: bool = False) -> Report:
             layout.check_primary()
             if not has_backup:  # the next clean close would replace it
                 lost += _set_backup_aside(layout)
-            _replace_catalog(layout, connection.serialize())
+            _replace_catalog(layout, memoryview(bytes_of(connection)))
     except sqlite3.Error as error:
         raise_if_interrupted(error)
         raise
@@ -402,7 +403,7 @@ def _new_versions(
     return {number: layout.relative(layout.weights_dir(number)) for number in sorted(seen - known)}
 
 
-def _replace_catalog(layout: RunLayout, data: bytes) -> None:
+def _replace_catalog(layout: RunLayout, data: memoryview) -> None:
     replace_atomically(
         layout.catalog,
         data,

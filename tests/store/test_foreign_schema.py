@@ -21,7 +21,8 @@ from store.catalog.connection import opened_read_only
 from store.catalog.snapshot import read_as_of
 from store.errors import ForeignSchemaError, FormatError
 from store.exchange.fork import fork
-from store.maintenance.backup import JOURNAL_MODE, ROLLBACK_JOURNAL, read_backup
+from store.maintenance.backup import read_backup
+from store.maintenance.database_bytes import JOURNAL_MODE, ROLLBACK_JOURNAL
 from store.maintenance.fsck import CATALOG, CONTENTS, FATAL, check
 from store.reading.lineage import metrics_since
 from store.untrusted.signatures import sign_run, signed_texts

@@ -852,3 +852,21 @@ def test_without_a_backup_groups_are_found_however_many_there_are(
     rebuild(layout)
     with open_run(layout.root) as reader:
         assert reader.rows(query) == before
+
+
+def test_a_catalog_that_is_too_large_for_memory_at_once_has_a_backup_and_is_rebuilt(
+    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: above 2 GiB no backup was made any more, and no rebuild worked."""
+    monkeypatch.setattr("store.maintenance.database_bytes.IN_MEMORY_BYTES", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    layout.backup.unlink(missing_ok=True)
+    with Catalog.open(layout) as catalog:
+        assert catalog.back_up()
+    query = "SELECT traj_uid FROM trajectory ORDER BY 1"
+    before = ask(layout, query)
+    layout.catalog.unlink()
+    rebuild(layout)
+    assert ask(layout, query) == before and before
+    assert [one for one in check(layout, level=CONTENTS) if one.severity == "error"] == []
+    assert not list((tmp_path / "cache").rglob("*.sqlite"))
