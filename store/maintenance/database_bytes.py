@@ -24,7 +24,10 @@ PREFIX = "gigpo-catalog-"
 
 
 def bytes_of(connection: sqlite3.Connection) -> pa.Buffer:
-    """Return the bytes of a database's file, which needs no log. Raises sqlite3.Error, StoreError."""
+    """Return the bytes of a database's file, for which it needs no log.
+
+    Raises sqlite3.Error, StoreError.
+    """
     (n_pages,) = connection.execute("PRAGMA page_count").fetchone()
     (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
     if n_pages * page_bytes <= IN_MEMORY_BYTES:

@@ -784,4 +784,5 @@ def test_a_command_writes_nothing_into_the_home_directory_but_into_its_cache(
     loaded = done.stdout.rpartition("LOADED")[2].split()
     assert "deepspeed.autotuning.autotuner" in loaded and "mlflow" not in loaded
     compiled = home / ".cache" / "async-gigpo" / "compiled"
-    assert sorted(home.rglob("*")) == [compiled.parent.parent, compiled.parent, compiled]
+    made = {compiled.parent.parent, compiled.parent, compiled}
+    assert made <= set(home.rglob("*")) <= {*made, compiled / "cc"}  # where there is a compiler

@@ -19,12 +19,12 @@ PROGRAM = """
 import re, resource, sys
 from pathlib import Path
 from cli.__main__ import main
-from store import layout
+from store import storage_claim
 from store.exchange import bring, dataset_files, offline_import
 from store.untrusted import memory_limit
 from tests.support import impatient
 dataset_files._local_copy = impatient.fetch_dataset_soon
-for module in (layout, bring, offline_import):
+for module in (storage_claim, bring, offline_import):
     module.SMALL_BYTES = {limit}
 memory_limit.SHARE_OF_FREE_MEMORY, memory_limit.LEAST_BYTES = 0, {limit}
 status = main(sys.argv[1:])
