@@ -143,6 +143,7 @@ from .run_names import parse_run_step as parse_run_step
 from .segments import SegmentMeta as SegmentMeta
 from .segments import TrajectoryMeta as TrajectoryMeta
 from .segments import check_written as check_written
+from .segments import in_segments as in_segments
 from .segments import read_segment as read_segment
 from .segments import read_segments as read_segments
 from .segments import write_segment as write_segment

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -51,6 +51,8 @@ ALLOWED_TRAJECTORIES, UID_BYTES = 1000, 16
 # Readers count at most so many bytes for each byte of a table: 20 for the value of a list, and its
 # 4 in the page.
 COUNTED_AS = 8
+# Of one segment. Arrow reads no column of structs beyond 2 GiB at once.
+MAX_PIXEL_BYTES = 1 << 30
 # Files read at once. Decoding takes the time, and the learner's process has other work.
 MAX_READERS = 8
 # A dictionary helps with repeated text. On token ids it halves the writing speed, and adds a third
@@ -168,6 +170,25 @@ def write_segment(
     return write_rows(
         layout, to_table(trajectories), trajectories=metas, worker=worker, epoch=epoch
     )
+
+
+def in_segments(trajectories: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
+    """Divide trajectories into parts of at most MAX_PIXEL_BYTES, a segment each.
+
+    One trajectory is never divided.
+    """
+    part: list[Trajectory] = []
+    n_bytes = 0
+    for trajectory in trajectories:
+        images = (image for step in trajectory.steps for image in step.images)
+        more = sum(len(image.pixels) for image in images)
+        if part and n_bytes + more > MAX_PIXEL_BYTES:
+            yield part
+            part, n_bytes = [], 0
+        part.append(trajectory)
+        n_bytes += more
+    if part:
+        yield part
 
 
 def check_written(layout: RunLayout, path: str, *, worker: str) -> None:

@@ -9,7 +9,16 @@ from dataclasses import replace
 
 from coordinator import CoordinatorClient, Lease
 from envs import PendingOperations
-from store import IMPORTED, RunLayout, SegmentMeta, Trajectory, Unfinished, uid, write_segment
+from store import (
+    IMPORTED,
+    RunLayout,
+    SegmentMeta,
+    Trajectory,
+    Unfinished,
+    in_segments,
+    uid,
+    write_segment,
+)
 
 # For writing one segment. Minutes, because a shared disk may pause, and giving up ends the worker
 # with all groups that it plays.
@@ -35,13 +44,15 @@ class Committer:
 
     async def commit(self, lease: Lease, trajectories: Sequence[Trajectory]) -> None:
         """Add trajectories to the leased group. Raises StorageSilent, FencedError."""
-        segment = await self._write(lease, trajectories)
-        await self._coordinator.commit(segment, lease.epoch)
+        for part in in_segments(trajectories):
+            segment = await self._write(lease, part)
+            await self._coordinator.commit(segment, lease.epoch)
 
     async def keep_extra(self, lease: Lease, trajectories: Sequence[Trajectory]) -> None:
         """Keep trajectories that the group had no member left for. Raises StorageSilent."""
         alone = [as_group_of_its_own(trajectory) for trajectory in trajectories]
-        await self._coordinator.keep_extra(lease, await self._write(lease, alone))
+        for part in in_segments(alone):
+            await self._coordinator.keep_extra(lease, await self._write(lease, part))
 
     async def record_unfinished(self, lease: Lease, episodes: Sequence[Unfinished]) -> None:
         """Report the attempts that gave no trajectory.

@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,10 +23,13 @@ from store import (
     Catalog,
     DigestError,
     FormatError,
+    Group,
     RunLayout,
     StepImage,
     StoreError,
+    Trajectory,
     hashing,
+    in_segments,
     keep_private,
     read_segment,
     segments,
@@ -351,3 +355,21 @@ def test_a_state_hash_does_not_depend_on_the_version_of_python() -> None:
     for mark in "\U0001e08f\U00010efd\U00011f41\U0001e4ef":
         assert canonical(f"a{mark}\u0323\u0301") == f"a{mark}\u0323\u0301"
     assert canonical("a\u0301\u0323") == "\u1ea1\u0301", "older ones are sorted"
+
+
+def test_trajectories_with_many_pixels_are_divided_into_segments_that_can_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attack: eight episodes of screenshots were one file of 2 GiB, which nothing could read."""
+    monkeypatch.setattr("store.segments.MAX_PIXEL_BYTES", 20)
+    group = Group.imported(group_uid=b"g" * 16, task_id="t", size=5)
+
+    def trajectory(member: int, n_images: int) -> Trajectory:
+        made = make_trajectory(group, member, n_steps=1)
+        image = StepImage(height=1, width=3, pixels=bytes(9))
+        return replace(made, steps=(replace(made.steps[0], images=(image,) * n_images),))
+
+    played = [trajectory(member, n) for member, n in enumerate((1, 1, 0, 4, 1))]
+    parts = [[one.member for one in part] for part in in_segments(played)]
+    assert parts == [[0, 1, 2], [3], [4]]
+    assert list(in_segments([])) == []
