@@ -7,7 +7,7 @@
     validation.py  check an environment before a run, and everything that it returns
     errors.py      the errors of environments
     error_texts.py  any error in one line, with its place in the author's file
-    import_place.py  import a library that reads files of the current directory
+    current_directory.py  import a library that reads files of the current directory
     logs.py        logs that cost no episode if they cannot be written
     hosting/       child processes, pools, remembered answers, an HTTP server and its guards
     adapters/      environments of other packages, and of a server

@@ -41,7 +41,7 @@ from printable import shell_word
 from store.atomic_write import READ_ONLY, write_atomically
 from store.errors import FencedError, StoreError, UnavailableError
 from store.run_names import BRING_MARKER, MANIFEST, PRIMARY, REVOKED
-from store.storage import Storage, open_storage
+from store.storage import Storage, open_storage, read_or_none
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, MAX_TEXT_BYTES, read_bytes, status
 
@@ -187,7 +187,7 @@ def shown_by(storage: Storage) -> str | None:
 
     Raises UnavailableError.
     """
-    data = _read(storage, MANIFEST, at_most=MAX_MANIFEST_BYTES)
+    data = read_or_none(storage, MANIFEST, at_most=MAX_MANIFEST_BYTES)
     try:
         return json_values.text(json_values.parse_object(data or b""), "primary")
     except ValueError:
@@ -275,7 +275,7 @@ def _instead_of(storage: Storage, primary: Primary | None) -> Primary | None:
     # The one that replaces it may have been revoked as well: two brings of one outage.
     while primary is not None and primary.token and primary.token not in seen:
         seen.add(primary.token)
-        data = _read(storage, f"{REVOKED}/{primary.token}")
+        data = read_or_none(storage, f"{REVOKED}/{primary.token}", at_most=MAX_TEXT_BYTES)
         if data is None:
             break
         primary = instead = Primary.parse(data) if data else NO_OWNER
@@ -283,7 +283,7 @@ def _instead_of(storage: Storage, primary: Primary | None) -> Primary | None:
 
 
 def _stored(storage: Storage) -> Primary | None:
-    data = _read(storage, PRIMARY)
+    data = read_or_none(storage, PRIMARY, at_most=MAX_TEXT_BYTES)
     return Primary.parse(data) if data else None
 
 
@@ -293,14 +293,3 @@ def _local(root: Path) -> Primary | None:
     except FileNotFoundError:
         return None
     return Primary.parse(data)
-
-
-def _read(storage: Storage, path: str, *, at_most: int = MAX_TEXT_BYTES) -> bytes | None:
-    """Return a small file of the storage, None if it is not there. Raises UnavailableError."""
-    try:
-        data: bytes = storage.read(path, at_most=at_most).to_pybytes()
-    except UnavailableError:
-        raise
-    except StoreError:
-        return None
-    return data

@@ -10,9 +10,9 @@ from contextlib import suppress
 
 from store import primary_directory
 from store.catalog.schema_check import LARGEST_COUNTER
-from store.errors import StoreError, UnavailableError
 from store.layout import RunLayout
 from store.run_names import MANIFEST, SHOWN
+from store.storage import read_or_none
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, MAX_TEXT_BYTES, read_bytes, remove
 
@@ -65,26 +65,14 @@ def _manifest_here(layout: RunLayout) -> bytes | None:
 
 
 def _manifest_there(layout: RunLayout) -> bytes | None:
-    """Return the manifest of the storage, None if it has none. Raises UnavailableError."""
-    try:
-        data: bytes = layout.storage.read(MANIFEST, at_most=MAX_MANIFEST_BYTES).to_pybytes()
-    except UnavailableError:
-        raise
-    except StoreError:
-        return None
-    return data
+    return read_or_none(layout.storage, MANIFEST, at_most=MAX_MANIFEST_BYTES)
 
 
 def _noted(layout: RunLayout, token: str) -> int:
     """Return the lsn of `note_shown`, 0 without one. Raises UnavailableError."""
-    try:
-        data = layout.storage.read(f"{SHOWN}/{token}", at_most=MAX_TEXT_BYTES).to_pybytes()
-        is_lsn = data.isdigit() and len(data) <= LSN_DIGITS
-        return int(data) if is_lsn and int(data) < LARGEST_COUNTER else 0
-    except UnavailableError:
-        raise
-    except StoreError:  # it has shown nothing yet
-        return 0
+    data = read_or_none(layout.storage, f"{SHOWN}/{token}", at_most=MAX_TEXT_BYTES) or b""
+    is_lsn = data.isdigit() and len(data) <= LSN_DIGITS
+    return int(data) if is_lsn and int(data) < LARGEST_COUNTER else 0
 
 
 def _lsn_of(manifest: bytes, layout: RunLayout, *, by_others: bool) -> int:

@@ -184,6 +184,17 @@ def _check_remote(parts: urllib.parse.SplitResult) -> None:
         raise StoreError(f"storage {named!r} is no {kind}:// bucket; give {kind}://BUCKET/NAME")
 
 
+def read_or_none(storage: Storage, path: str, *, at_most: int) -> bytes | None:
+    """Return the content of a file, None if it is not there. Raises UnavailableError."""
+    try:
+        data: bytes = storage.read(path, at_most=at_most).to_pybytes()
+    except UnavailableError:
+        raise
+    except StoreError:
+        return None
+    return data
+
+
 def make_place(storage: Storage) -> None:
     """Make the directory of a `file://` storage. Raises StoreError if it is another user's."""
     if isinstance(storage, LocalStorage):

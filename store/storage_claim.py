@@ -23,7 +23,7 @@ from store.run_names import (
     stored_fork_marker,
     without_other_runs,
 )
-from store.storage import make_place, open_storage
+from store.storage import make_place, open_storage, read_or_none
 from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes, status
 from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 from store.untrusted.signatures import signed_texts
@@ -135,12 +135,10 @@ def keep_run_json(root: Path, info: RunInfo) -> None:
     if status(root / RUN_JSON, root=root) is None:
         return
     storage = open_storage(info.storage_uri)
+    there = read_or_none(storage, RUN_JSON, at_most=MAX_TEXT_BYTES)
     try:
-        there = storage.read(RUN_JSON, at_most=MAX_TEXT_BYTES).to_pybytes()
-        is_ours = parse_run_json(there, name=RUN_JSON).run_id == info.run_id
-    except UnavailableError:
-        raise
-    except StoreError:  # it is gone, or damaged
+        is_ours = parse_run_json(there or b"", name=RUN_JSON).run_id == info.run_id
+    except FormatError:  # it is gone, or damaged
         is_ours = False
     if not is_ours:
         ours = read_bytes(root / RUN_JSON, root=root, at_most=MAX_TEXT_BYTES)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from envs.alfworld.games import OFFICIAL_SPLITS, TASK_TYPES, list_games
 from envs.alfworld.generated import list_generated
 from envs.base import Observation, Task, Transition
-from envs.import_place import current_directory
+from envs.current_directory import current_directory
 from envs.options import OptionsError, check_options, check_split, whole_numbers
 
 if TYPE_CHECKING:

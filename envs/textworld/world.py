@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.base import KeptAnswers, Observation, Task, Transition
-from envs.import_place import current_directory
+from envs.current_directory import current_directory
 from envs.options import OptionsError, check_options, check_split, whole_numbers
 from envs.textworld.games import ROOMS, ensure_compiled, treasures
 

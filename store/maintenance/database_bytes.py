@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
-from pathlib import Path
 
 import pyarrow as pa
 
@@ -55,7 +54,7 @@ def copy_bytes(data: pa.Buffer, connection: sqlite3.Connection) -> None:
             file.backup(connection)
         return
     with private_directory(PREFIX) as directory:
-        path = Path(directory, "catalog.sqlite")
+        path = directory / "catalog.sqlite"
         path.write_bytes(memoryview(data))
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)) as file:
             file.backup(connection)

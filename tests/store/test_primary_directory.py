@@ -285,16 +285,16 @@ def test_a_bring_that_gave_up_and_was_killed_then_is_no_second_owner(
     lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: it was whole, and removed what the first directory had committed since."""
-    root, read = tmp_path / "new", primary_directory._read
+    root, read = tmp_path / "new", primary_directory.read_or_none
     with monkeypatch.context() as patch:
         held = hold_write(patch, primary_directory.PRIMARY, nth=2)
 
-        def read_until_then(storage: Any, path: str) -> bytes | None:
+        def read_until_then(storage: Any, path: str, *, at_most: int) -> bytes | None:
             if held:
                 die()
-            return read(storage, path)
+            return read(storage, path, at_most=at_most)
 
-        patch.setattr(primary_directory, "_read", read_until_then)
+        patch.setattr(primary_directory, "read_or_none", read_until_then)
         call_until_it_dies(bring_run, uri_of(lost), root, trusts=False)
     assert is_brought(uri_of(lost), root)
     with Catalog.open(lost) as owner:

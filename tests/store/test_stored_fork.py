@@ -44,6 +44,11 @@ from tests.support.stored_runs import (
 )
 
 
+def options(uri: str) -> dict[str, Any]:
+    """Return the arguments of a fork of learner step 2 into the storage at `uri`."""
+    return {"learner_step": 2, "config_yaml": "a: 1\n", "storage_uri": uri}
+
+
 @pytest.mark.parametrize("uri", ["", "own"])
 def test_a_run_is_forked_from_its_uri(
     lost: RunLayout, tmp_path: Path, cache: Path, uri: str
@@ -117,7 +122,7 @@ def test_a_fork_that_was_killed_is_made_when_it_is_given_again(
     lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = (tmp_path / "of-fork").as_uri()
-    given = {"learner_step": 2, "config_yaml": "a: 1\n", "storage_uri": uri}
+    given = options(uri)
     for name in ("copy_until", "_link_files", "give_rights", "_put_in_place"):
         with monkeypatch.context() as patch:
             patch.setattr(fork_module, name, die)
@@ -175,7 +180,7 @@ def test_a_fork_that_was_killed_removes_nothing_of_who_went_on_with_its_files(
 ) -> None:
     """The attack: it was brought to another directory, and the fork was given again."""
     uri = (tmp_path / "of-fork").as_uri()
-    given = {"learner_step": 2, "config_yaml": "a: 1\n", "storage_uri": uri}
+    given = options(uri)
     with monkeypatch.context() as patch:
         patch.setattr(fork_module, "_remove", lambda unfinished: None)  # as kill -9
         patch.setattr(fork_module, "give_rights", mock.Mock(side_effect=KeyboardInterrupt))
@@ -200,7 +205,7 @@ def test_a_fork_that_is_removed_while_it_is_brought_is_not_brought(
 ) -> None:
     """The attack: the files of the new directory were removed one by one."""
     uri = (tmp_path / "of-fork").as_uri()
-    given = {"learner_step": 2, "config_yaml": "a: 1\n", "storage_uri": uri}
+    given = options(uri)
     with monkeypatch.context() as patch:
         patch.setattr(fork_module, "_put_in_place", die)
         patch.setattr(Path, "unlink", die)  # its own marker stays
@@ -275,7 +280,7 @@ def test_a_removal_of_a_fork_that_is_killed_leaves_nothing_to_bring(
     remove = LocalStorage.remove
     for n_removed in range(40):
         uri = (tmp_path / f"storage{n_removed}").as_uri()
-        given = {"learner_step": 2, "config_yaml": "a: 1\n", "storage_uri": uri}
+        given = options(uri)
         left = [n_removed]
 
         def remove_some(storage: LocalStorage, path: str, left: list[int] = left) -> None:
@@ -305,7 +310,7 @@ def test_a_run_that_is_made_while_a_fork_is_removed_goes_on(
 ) -> None:
     """The attack: the removal took away its primary.json and run.json."""
     uri, remove = (tmp_path / "of-fork").as_uri(), LocalStorage.remove
-    given = {"learner_step": 2, "config_yaml": "a: 1\n", "storage_uri": uri}
+    given = options(uri)
     made: list[RunLayout] = []
     with monkeypatch.context() as patch:
         patch.setattr(fork_module, "_back_up", die)
@@ -331,7 +336,7 @@ def test_a_killed_fork_is_not_brought_also_if_two_took_its_storage(
 ) -> None:
     """The attack: the marker of the second one said nothing about the first."""
     uri = (tmp_path / "of-fork").as_uri()
-    given = {"learner_step": 2, "config_yaml": "a: 1\n", "storage_uri": uri}
+    given = options(uri)
     write = LocalStorage.write
 
     def write_slowly(there: LocalStorage, path: str, data: bytes, **more: bool) -> None:
@@ -359,7 +364,7 @@ def test_a_fork_whose_volume_goes_while_it_is_made_is_not_made(
 ) -> None:
     """The attack: its files lay beneath the mount point, and nothing could bring it or make it."""
     volume, copy_until = tmp_path / "of-fork", fork_module.copy_until
-    given = {"learner_step": 2, "config_yaml": "a: 1\n", "storage_uri": volume.as_uri()}
+    given = options(volume.as_uri())
 
     def unmount(*of: Any, **named: Any) -> int:
         version = copy_until(*of, **named)
