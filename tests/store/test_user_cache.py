@@ -200,6 +200,9 @@ MODULE = """
 static struct PyModuleDef m = {PyModuleDef_HEAD_INIT, "launcher", NULL, -1, NULL};
 PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&m); }
 """
+# Other tests of the process set these. With OpenCV's, later programs load libraries from the current
+# directory. With the others the compiler is started elsewhere already.
+LEFT_BY_OTHERS = ("LD_LIBRARY_PATH", "CC", COMPILED)
 THEIRS = '__attribute__((constructor)) static void go(void) { fclose(fopen("executed", "w")); }'
 
 
@@ -218,8 +221,7 @@ def test_triton_links_nothing_of_the_current_directory(is_guarded: bool, tmp_pat
         [sys.executable, "-c", code, MODULE],
         cwd=here,
         env={
-            # OpenCV, which another test imports, has later programs load libraries from here.
-            **{name: text for name, text in os.environ.items() if name != "LD_LIBRARY_PATH"},
+            **{name: text for name, text in os.environ.items() if name not in LEFT_BY_OTHERS},
             "PYTHONPATH": str(ROOT),
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
             "TRITON_CACHE_DIR": str(tmp_path / "triton"),
