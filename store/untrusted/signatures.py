@@ -83,6 +83,23 @@ def signed_texts(run: Path) -> RunTexts | None:
     return texts if set(needed) <= set(signed) else None
 
 
+def is_config_changed(run: Path) -> bool:
+    """Return whether this user made the run, and its config.yaml has other settings since.
+
+    For an error only: nothing is to be followed in such a run. Raises StoreError as `signed_texts`.
+    """
+    key = _key()
+    if key is None:
+        return False
+    try:
+        with opened_by_own_links(run) as (directory, place):
+            signed, texts = _signed(directory, place), texts_in(directory, place)
+            made = _signatures(key, _owner(directory), texts.run_json, None)
+            return texts.config is not None and set(made) <= set(signed)
+    except OSError:
+        return False
+
+
 def sign_run(run: Path) -> bool:
     """Sign run.json and config.yaml as they are. Return and raise as `sign_next`."""
     key = _key() or _new_key()

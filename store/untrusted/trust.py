@@ -24,6 +24,7 @@ from store.untrusted.own_directory import check_own_directory, opened_by_own_lin
 from store.untrusted.settings_text import parse_settings_text, setting
 from store.untrusted.signatures import (
     RunTexts,
+    is_config_changed,
     sign_run,
     signed_texts,
     texts_in,
@@ -108,6 +109,11 @@ def trusted_texts(run: Path) -> RunTexts:
     found = _settings(run)
     named = [f"{does} {value}" for key, does in FOLLOWED.items() for value in _values(found, key)]
     does = f"this {'; '.join(named)}" if named else "what its settings name is imported and loaded"
+    if is_config_changed(run):
+        raise StoreError(
+            f"{run / CONFIG_FILE} has changed since the run was last started, and its settings may "
+            f"run any code: {does}. Add --trust, once, if you know who changed it"
+        )
     raise StoreError(
         f"{run} was not made by you on this machine, and its settings may run any code: {does}. "
         "Add --trust, once, if you know who made it"

@@ -332,6 +332,18 @@ def test_settings_that_were_read_before_the_signature_was_looked_at_are_a_strang
     RunLayout.open(mine).check_trusted()
 
 
+def test_a_config_that_changed_in_a_run_of_ones_own_is_named(mine: Path) -> None:
+    """Not everybody who edits config.yaml is a stranger."""
+    file = mine / "config.yaml"
+    file.write_text(file.read_text() + "# edited\n")
+    with pytest.raises(StoreError, match=r"config.yaml has changed since .* Add --trust, once"):
+        trusted_texts(mine)
+    path = mine / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "config_yaml": ""}))
+    with pytest.raises(StoreError, match="was not made by you on this machine"):
+        trusted_texts(mine)
+
+
 @pytest.mark.parametrize("is_behind_a_link", [False, True])
 def test_the_config_file_that_is_loaded_is_the_one_whose_signature_was_looked_at(
     mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_behind_a_link: bool
