@@ -69,10 +69,10 @@ test-cluster: setup
 test-crash: setup
 	STORE_CRASH_POINTS=240 STORE_LOOK_EVERY=1 STORE_POWER_LOSS_CRASHES=4000 STORE_LIVE_READER_S=60 \
 		STORE_MACHINE_EXAMPLES=500 STORE_ALL_MUTATIONS=1 STORE_COMMAND_KILLS=9999 STORE_S3_KILLS=240 FUZZED_RUNS=500 HOSTILE_RUNS=all \
-		SIMULATED_RUNS=300 \
+		SIMULATED_RUNS=300 STORE_JUDGED_ROWS=500 \
 		$(PY) -m pytest -s tests/store/test_machine.py tests/store/test_crash.py tests/store/test_killed_commands.py \
 		tests/store/test_power_loss.py tests/store/test_mutations.py tests/store/test_live_reader.py tests/store/test_s3.py \
-		tests/store/test_hostile_runs.py tests/runs/test_fuzz_runs.py tests/actors/test_simulation.py
+		tests/store/test_hostile_runs.py tests/store/test_one_judgement.py tests/runs/test_fuzz_runs.py tests/actors/test_simulation.py
 
 bench: setup
 	for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file --quick || exit 1; done

@@ -22,6 +22,11 @@ MAX_SEED: Final = 2**63 - 1  # int64
 MAX_NAME_CHARACTERS: Final = 4096
 # All texts of an observation together. Each step stays in memory until its episode is written.
 MAX_OBSERVATION_CHARACTERS: Final = 64 * 2**20
+# Of its images together.
+MAX_PIXEL_BYTES: Final = 2**28
+# An episode is truncated at the step with which it has as many bytes of texts, tokens and pixels.
+# Arrow keeps 2 GiB of them in one column of a file, and an episode is never divided.
+MAX_EPISODE_BYTES: Final = 2**29
 MAX_CHARACTERS: Final[Mapping[str, int]] = MappingProxyType(
     {
         **dict.fromkeys(("env_name", "task_id", "split", "finish_reason"), MAX_NAME_CHARACTERS),

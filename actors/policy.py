@@ -58,13 +58,20 @@ class Policy(Protocol):
 class ScriptedPolicy:
     """Write the demonstrated action in the answer format, else a random admissible action.
 
-    `encode_answer` turns an action into the response's token ids, end token included. The choice
-    among n actions has log-probability log(1/n). It is recorded on the first token; the other
-    tokens get 0, so that the sum is that of the response.
+    `encode_answer` turns an action into the response's token ids, end token included, see
+    `PromptForm`. The choice among n actions has log-probability log(1/n). It is recorded on the
+    first token; the other tokens get 0, so that the sum is that of the response. As a model's, a
+    response ends after `max_tokens`: an environment may list an action of any length.
     """
 
-    def __init__(self, encode_answer: Callable[[str], Sequence[int]]) -> None:
+    def __init__(
+        self,
+        encode_answer: Callable[[str, int | None], Sequence[int]],
+        *,
+        max_tokens: int | None = None,
+    ) -> None:
         self.encode_answer = encode_answer
+        self.max_tokens = max_tokens
 
     async def generate(self, prompt: Prompt, *, seed: int, temperature: float) -> Completion:
         choices = (prompt.demonstrated,) if prompt.demonstrated is not None else prompt.actions
@@ -73,12 +80,14 @@ class ScriptedPolicy:
                 "a scripted policy needs an environment that lists its admissible actions; this "
                 "one lists none"
             )
-        token_ids = tuple(self.encode_answer(random.Random(seed).choice(choices)))
+        action = random.Random(seed).choice(choices)
+        encoded = tuple(self.encode_answer(action, self.max_tokens))
+        token_ids = encoded[: self.max_tokens]
         logprobs = (-math.log(len(choices)),) + (0.0,) * (len(token_ids) - 1)
         return Completion(
             token_ids=token_ids,
             logprobs=logprobs,
-            finish_reason="stop",
+            finish_reason="stop" if len(token_ids) == len(encoded) else "length",
             version_min=0,
             version_max=0,
         )

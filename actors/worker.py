@@ -98,7 +98,11 @@ class Worker:
             policies = dict.fromkeys(forms, self.server)
         elif config.actors.scripted:
             forms = _load_forms(setup, with_torch=False)
-            policies = {name: ScriptedPolicy(form.encode_answer) for name, form in forms.items()}
+            max_tokens = config.actors.max_response_tokens
+            policies = {
+                name: ScriptedPolicy(form.encode_answer, max_tokens=max_tokens)
+                for name, form in forms.items()
+            }
         else:
             engine_log = layout.logs / f"{setup.name}-engine.log"
             # while this process loads the tokenizer

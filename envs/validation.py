@@ -17,7 +17,13 @@ from envs.error_texts import describe_error, full_message, plain_text
 from envs.errors import EnvironmentFailed
 from envs.options import SPLITS, Options, OptionsError
 from envs.registry import environment_class, is_program, program_class
-from row_bounds import MAX_NAME_CHARACTERS, MAX_OBSERVATION_CHARACTERS, MAX_REWARD, MAX_SEED
+from row_bounds import (
+    MAX_NAME_CHARACTERS,
+    MAX_OBSERVATION_CHARACTERS,
+    MAX_PIXEL_BYTES,
+    MAX_REWARD,
+    MAX_SEED,
+)
 
 MAX_CHARACTERS = MAX_OBSERVATION_CHARACTERS  # of one observation
 MAX_ACTIONS = 1_000_000  # an empty action has no characters to count, and takes memory all the same
@@ -250,7 +256,10 @@ def _text_or_none(value: object, *, name: str, method: str) -> str | None:
 
 
 def _checked_images(images: object, method: str) -> tuple[NDArray[np.uint8], ...]:
-    """Return the images as plain arrays, uint8 [height, width, 3]. Raises TypeError for others."""
+    """Return the images as plain arrays, uint8 [height, width, 3].
+
+    Raises TypeError for others, ValueError for more than MAX_PIXEL_BYTES.
+    """
     if not isinstance(images, tuple):
         raise TypeError(
             f"{method} returned images of type {type(images).__name__}; they must be a tuple of "
@@ -264,6 +273,12 @@ def _checked_images(images: object, method: str) -> tuple[NDArray[np.uint8], ...
         if fault:
             raise TypeError(f"{method} returned an image {fault}")
         checked.append(cast(NDArray[np.uint8], plain))
+    n_bytes = sum(image.nbytes for image in checked)
+    if n_bytes > MAX_PIXEL_BYTES:
+        raise ValueError(
+            f"{method} returned images of {n_bytes} bytes; at most {MAX_PIXEL_BYTES} can be kept, "
+            "draw them smaller"
+        )
     return tuple(checked)
 
 

@@ -1,3 +1,4 @@
+from .advantages import columns_read as columns_read
 from .advantages import compute_advantages as compute_advantages
 from .advantages import prepare_advantages as prepare_advantages
 from .aggregations import AGGREGATIONS as AGGREGATIONS

@@ -31,10 +31,11 @@ TYPES: Final = MappingProxyType(
         "weight": pa.float64(),
         "won": pa.bool_(),
         "value": pa.float64(),
-        "admissible_actions": pa.list_(pa.string()),
-        "anchor_text": pa.string(),
-        "final_admissible_actions": pa.list_(pa.string()),
-        "final_anchor_text": pa.string(),
+        # large: a batch may have more than 2 GiB of texts
+        "admissible_actions": pa.list_(pa.large_string()),
+        "anchor_text": pa.large_string(),
+        "final_admissible_actions": pa.list_(pa.large_string()),
+        "final_anchor_text": pa.large_string(),
     }
 )
 
@@ -158,7 +159,7 @@ _WANTED: Final = MappingProxyType[pa.DataType, tuple[_Predicate, str]](
         pa.int64(): (types.is_integer, "an integer"),
         pa.float64(): (_is_real, "a number"),
         pa.bool_(): (types.is_boolean, "bool"),
-        pa.string(): (_is_text, "text"),
-        pa.list_(pa.string()): (_is_list_of_text, "a list of text"),
+        pa.large_string(): (_is_text, "text"),
+        pa.list_(pa.large_string()): (_is_list_of_text, "a list of text"),
     }
 )

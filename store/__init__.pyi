@@ -110,6 +110,7 @@ from .reading.reader import Reader as Reader
 from .reading.reader import open_run as open_run
 from .records import CHANNELS as CHANNELS
 from .records import SEGMENT_SCHEMA as SEGMENT_SCHEMA
+from .records import WIDE_SCHEMA as WIDE_SCHEMA
 from .records import FinalObservation as FinalObservation
 from .records import Step as Step
 from .records import StepImage as StepImage

@@ -20,6 +20,7 @@ from store.errors import StoreError
 from store.hashing import HASH_BYTES, valid_text
 
 CHANNELS = 3  # red, green and blue of an image
+TOKEN_BYTES, UTF8_BYTES = 4, 4  # of a token id or its log-probability; of a character, at most
 UID_TYPE = pa.binary(HASH_BYTES)
 TIME_TYPE = pa.timestamp("us", tz="UTC")
 IMAGES_TYPE = pa.list_(
@@ -109,6 +110,18 @@ class Step:
     env_us: int
     images: tuple[StepImage, ...] = ()  # in the order of the prompt
 
+    @property
+    def most_bytes(self) -> int:
+        """Return a bound on the bytes of its texts, tokens and pixels in Arrow's columns."""
+        texts = (self.obs_text, self.anchor_text or "", self.action_text)
+        n_tokens = len(self.prompt_ids) + 2 * len(self.response_ids)  # and log-probabilities
+        return (
+            sum(map(_most_bytes, texts))
+            + sum(map(_most_bytes, self.admissible_actions or ()))
+            + TOKEN_BYTES * n_tokens
+            + sum(len(image.pixels) for image in self.images)
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinalObservation:
@@ -146,6 +159,16 @@ class Trajectory:
         return sum(step.reward for step in self.steps)
 
     @property
+    def most_bytes(self) -> int:
+        """Return a bound on the bytes of its texts, tokens and pixels in Arrow's columns."""
+        n_bytes = sum(step.most_bytes for step in self.steps)
+        final = self.final_observation
+        if final is not None:
+            texts = (final.text, final.anchor_text or "", *(final.admissible_actions or ()))
+            n_bytes += sum(map(_most_bytes, texts))
+        return n_bytes
+
+    @property
     def version_min(self) -> int:
         return min(step.version_min for step in self.steps)
 
@@ -156,6 +179,28 @@ class Trajectory:
     @property
     def invalid_steps(self) -> int:
         return sum(not step.is_action_valid for step in self.steps)
+
+
+def _most_bytes(text: str) -> int:
+    """Return a bound on the bytes of a text in UTF-8, without a look at each character."""
+    return len(text) if text.isascii() else UTF8_BYTES * len(text)
+
+
+def _wide(kind: pa.DataType) -> pa.DataType:
+    """Return the type in which texts and bytes have offsets of 64 bits."""
+    if pa.types.is_string(kind):
+        return pa.large_string()
+    if pa.types.is_binary(kind):
+        return pa.large_binary()
+    if pa.types.is_list(kind):
+        return pa.list_(_wide(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_wide(field.type)) for field in kind])
+    return kind
+
+
+# For rows of several files together: Arrow joins no 2 GiB of texts or pixels with 32 bits.
+WIDE_SCHEMA = pa.schema([field.with_type(_wide(field.type)) for field in SEGMENT_SCHEMA])
 
 
 def to_table(trajectories: Sequence[Trajectory]) -> pa.Table:

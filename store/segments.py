@@ -22,7 +22,7 @@ from printable import one_line
 from store.errors import DigestError, FormatError, StoreError, UnavailableError
 from store.hashing import file_digest
 from store.layout import RunLayout
-from store.records import SEGMENT_SCHEMA, UID_TYPE, Trajectory, to_table
+from store.records import SEGMENT_SCHEMA, UID_TYPE, WIDE_SCHEMA, Trajectory, to_table
 from store.run_json import FORMAT, check_format
 from store.run_names import PRIMARY
 from store.storage import LocalStorage
@@ -51,8 +51,8 @@ ALLOWED_TRAJECTORIES, UID_BYTES = 1000, 16
 # Readers count at most so many bytes for each byte of a table: 20 for the value of a list, and its
 # 4 in the page.
 COUNTED_AS = 8
-# Of one segment. Arrow reads no column of structs beyond 2 GiB at once.
-MAX_PIXEL_BYTES = 1 << 30
+# Of one segment. Arrow reads no lists of texts or pixels beyond 2 GiB at once.
+MAX_ROW_BYTES = 1 << 30
 # Files read at once. Decoding takes the time, and the learner's process has other work.
 MAX_READERS = 8
 # A dictionary helps with repeated text. On token ids it halves the writing speed, and adds a third
@@ -173,16 +173,15 @@ def write_segment(
 
 
 def in_segments(trajectories: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
-    """Divide trajectories into parts of at most MAX_PIXEL_BYTES, a segment each.
+    """Divide trajectories into parts of at most MAX_ROW_BYTES, a segment each.
 
-    One trajectory is never divided.
+    One trajectory is never divided. It is truncated at MAX_EPISODE_BYTES.
     """
     part: list[Trajectory] = []
     n_bytes = 0
     for trajectory in trajectories:
-        images = (image for step in trajectory.steps for image in step.images)
-        more = sum(len(image.pixels) for image in images)
-        if part and n_bytes + more > MAX_PIXEL_BYTES:
+        more = trajectory.most_bytes
+        if part and n_bytes + more > MAX_ROW_BYTES:
             yield part
             part, n_bytes = [], 0
         part.append(trajectory)
@@ -233,8 +232,14 @@ def write_rows(
     )
 
 
-def read_segment(layout: RunLayout, meta: SegmentMeta, *, is_own: bool = False) -> pa.Table:
-    """Return the rows of `meta.trajectories`.
+def read_segment(
+    layout: RunLayout,
+    meta: SegmentMeta,
+    *,
+    columns: Sequence[str] = SEGMENT_SCHEMA.names,
+    is_own: bool = False,
+) -> pa.Table:
+    """Return the rows of `meta.trajectories`. `traj_uid` must be among the columns.
 
     The digest of the file is compared first, because Parquet readers return wrong data for most
     single-bit errors. Raises DigestError. `is_own`: see `decode`.
@@ -247,7 +252,7 @@ def read_segment(layout: RunLayout, meta: SegmentMeta, *, is_own: bool = False) 
             f"segment {path} has digest {digest}, committed was {meta.digest}: its bytes changed "
             f"on disk; restore it from a backup, or set it aside: gigpo fsck --repair {layout.root}"
         )
-    table = decode(data, path=path, is_own=is_own)
+    table = decode(data, path=path, columns=columns, is_own=is_own)
     if sum(trajectory.n_steps for trajectory in meta.trajectories) < meta.n_steps:
         uids = pa.array([trajectory.traj_uid for trajectory in meta.trajectories], UID_TYPE)
         table = table.filter(pc.is_in(table["traj_uid"], value_set=uids))
@@ -255,21 +260,33 @@ def read_segment(layout: RunLayout, meta: SegmentMeta, *, is_own: bool = False) 
 
 
 def read_segments(
-    layout: RunLayout, metas: Sequence[SegmentMeta], *, is_own: bool = False
+    layout: RunLayout,
+    metas: Sequence[SegmentMeta],
+    *,
+    columns: Sequence[str] = SEGMENT_SCHEMA.names,
+    is_own: bool = False,
 ) -> pa.Table:
-    """Return the rows of several segments in their order, each read as by `read_segment`."""
+    """Return the rows of several segments in their order, each read as by `read_segment`.
+
+    They have columns of WIDE_SCHEMA: all together may have any number of texts and pixels.
+    """
     if not metas:
         raise StoreError("no segments to read; ask for at least one")
     with ThreadPoolExecutor(min(len(metas), os.cpu_count() or 1, MAX_READERS)) as readers:
-        tables = list(readers.map(lambda meta: read_segment(layout, meta, is_own=is_own), metas))
-    return pa.concat_tables(tables).combine_chunks()
+        tables = list(
+            readers.map(
+                lambda meta: read_segment(layout, meta, columns=columns, is_own=is_own), metas
+            )
+        )
+    wide = pa.schema([WIDE_SCHEMA.field(name) for name in columns])
+    return pa.concat_tables(tables).cast(wide).combine_chunks()
 
 
 def decode(
     data: pa.Buffer,
     *,
     path: Path | str,
-    columns: Sequence[str] | None = None,
+    columns: Sequence[str] = SEGMENT_SCHEMA.names,
     is_own: bool = False,
 ) -> pa.Table:
     """Return the rows in a segment's bytes. `path` is for messages.
@@ -279,7 +296,7 @@ def decode(
     user made the run, so a file with the committed digest is one that it wrote. Counting takes a
     third of the time.
     """
-    names = SEGMENT_SCHEMA.names if columns is None else list(columns)
+    chosen = None if set(columns) == set(SEGMENT_SCHEMA.names) else list(columns)
     try:
         source = pa.BufferReader(data)
         at_most = None if is_own else most_rows(data.size)
@@ -291,7 +308,6 @@ def decode(
         check_format(metadata, name=str(path))
         if not found.equals(SEGMENT_SCHEMA):
             raise ValueError("it has other columns")
-        chosen = None if columns is None else names
         if is_own:
             table = file.read(columns=chosen, use_threads=False)
         else:
@@ -301,7 +317,7 @@ def decode(
         raise FormatError(
             f"{path} is not a segment ({one_line(error)}); restore it from a backup"
         ) from error
-    return table.select(names).replace_schema_metadata(None)
+    return table.select(columns).replace_schema_metadata(None)
 
 
 def _counted_bytes(table: pa.Table) -> int:

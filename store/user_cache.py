@@ -73,7 +73,12 @@ def private_directory(prefix: str) -> Iterator[Path]:
         except StoreError:
             place = None
         try:
-            made = Path(opened.enter_context(TemporaryDirectory(prefix=prefix, dir=place)))
+            # Of a file that is still mapped NFS leaves a name: `_remove_old` removes it.
+            made = Path(
+                opened.enter_context(
+                    TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True)
+                )
+            )
         except OSError as error:
             where = place or tempfile.gettempdir()
             raise StoreError(

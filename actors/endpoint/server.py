@@ -58,6 +58,7 @@ from envs import (
     wants_other_protocol,
 )
 from printable import one_line
+from row_bounds import MAX_EPISODE_BYTES
 from store import Step, now_us, uid_text
 
 MAX_BODY_BYTES = 64 * 2**20  # whatever the model takes
@@ -163,6 +164,10 @@ class Recording:
                 f"the episode has had the {self.rules.max_steps} chat completions that "
                 "env.max_steps allows"
             )
+            self.mark_cut_off(why)
+            raise _episode_over(why)
+        if self._progress.is_full:
+            why = f"the episode has had {MAX_EPISODE_BYTES} bytes of texts and tokens"
             self.mark_cut_off(why)
             raise _episode_over(why)
 

@@ -118,8 +118,14 @@ class PromptForm:
         text = self.tokenizer.decode(token_ids, skip_special_tokens=parser != "tags")
         return parse_action(text, template=self.template, parser=parser, opening=self._chat.opening)
 
-    def encode_answer(self, action: str) -> list[int]:
+    def encode_answer(self, action: str, at_most: int | None = None) -> list[int]:
+        """Return the token ids of an answer, end token included.
+
+        If it has more than `at_most`, not all of its characters are looked at.
+        """
         text = answer_text(self.template, action, parser=self.config.parser)
+        if at_most is not None:
+            text = text[: (at_most + 1) * self._longest_token]
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
 
     def takes_long(self, observation: Observation, history: Sequence[Turn]) -> bool:

@@ -21,7 +21,9 @@ from envs import (
 )
 
 MAX_SAMPLED_TASKS = 1000  # more add hardly any new words, and each one costs a reset
-MAX_CHARACTERS = 100_000  # of a message: a word of millions of letters would take minutes
+MAX_CHARACTERS = (
+    100_000  # of a message or an answer: a word of millions of letters would take minutes
+)
 
 
 def sample_chats(config: Config, *, log: Path | None = None) -> list[str]:
@@ -71,9 +73,8 @@ async def _play(
             )
         action = observation.demonstrated or draw.choice(observation.actions)
         message = _message(config.prompt, template, observation=observation, history=history)
-        texts.append(
-            message[:MAX_CHARACTERS] + answer_text(template, action, parser=config.prompt.parser)
-        )
+        answer = answer_text(template, action, parser=config.prompt.parser)
+        texts.append(message[:MAX_CHARACTERS] + answer[:MAX_CHARACTERS])
         history.append(Turn(observation=observation.text, action=action))
         transition = await environment.step(action)
         observation, over = transition.observation, transition.terminated or transition.truncated

@@ -31,7 +31,7 @@ from actors.rollout.step_records import (
 )
 from configs import Config
 from envs import EnvironmentDied, EnvironmentPool, Observation, Task, Transition
-from row_bounds import MAX_REWARD
+from row_bounds import MAX_EPISODE_BYTES, MAX_REWARD
 from store import Step, Trajectory, now_us
 
 
@@ -45,15 +45,22 @@ class AsyncEnvironment(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class AttemptProgress:
-    """Count the steps and response tokens of one attempt."""
+    """Count the steps, response tokens and bytes of one attempt."""
 
     begun_us: int = field(default_factory=now_us)  # UTC epoch
     n_steps: int = 0
     n_response_tokens: int = 0
+    n_bytes: int = 0  # of texts, tokens and pixels, at most
 
     def add(self, step: Step) -> None:
         self.n_steps += 1
         self.n_response_tokens += len(step.response_ids)
+        self.n_bytes += step.most_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether no step may follow: the store keeps an episode in one file."""
+        return self.n_bytes >= MAX_EPISODE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +182,8 @@ async def play_episode(context: EpisodeContext, *, progress: AttemptProgress) ->
     """Play until the environment ends, or `max_steps` actions were taken. An action is one Step.
 
     Each step is counted in `progress`, also if the episode fails later. When a deadline of its
-    rules passes, the episode ends with its steps so far, the last one truncated. Raises:
+    rules passes, or `progress` is full, the episode ends with its steps so far, the last one
+    truncated. Raises:
       EpisodeOverdue    a deadline passed before the first step
       EnvironmentDied   from the environment, or no prompt can be made of its images
       EngineLostError   the policy's answer was aborted
@@ -194,8 +202,10 @@ async def play_episode(context: EpisodeContext, *, progress: AttemptProgress) ->
                 step, transition = await _take_step(
                     context, prompt=prompt, observation=observation, step_index=len(steps)
                 )
-                steps.append(step)
                 progress.add(step)
+                if progress.is_full and not step.terminated:
+                    step = replace(step, truncated=True)
+                steps.append(step)
                 turn = Turn(
                     observation=observation.text,
                     action=step.action_text,

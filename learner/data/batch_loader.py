@@ -32,7 +32,7 @@ from learner.data.training_rows import (
 from learner.data.updates import Update, cut_updates
 from learner.data.values import AskCritic
 from learner.step_times import LoadTimes, timed
-from store import SEGMENT_SCHEMA, Batch, RunLayout, read_segments
+from store import WIDE_SCHEMA, Batch, RunLayout, read_segments
 
 # From a batch and its filtered groups to the batch with more groups; None if it stays as it is.
 More = Callable[[Batch, Mapping[bytes, str]], Batch | None]
@@ -73,7 +73,7 @@ class PreparedBatch:
     # The rows that are trained on, with the columns of ScoredRows. A teacher behind a server adds
     # the list teacher_logprob.
     rows: pa.Table
-    replayed: pa.Table  # SEGMENT_SCHEMA plus `advantage`; rows of earlier wins, trained on again
+    replayed: pa.Table  # as read, plus `advantage`; rows of earlier wins, trained on again
     updates: list[Update]  # of `rows` and `replayed`; empty if all groups were filtered
     # trajectory uid -> the critic's value of each step, of all claimed groups; {} without a critic
     state_values: Mapping[bytes, Sequence[float]]
@@ -215,7 +215,12 @@ def _n_missing(loader: BatchLoader, batch: Batch, filtered: Collection[bytes]) -
 
 def _read(loader: BatchLoader, batch: Batch, *, times: LoadTimes) -> pa.Table:
     with timed(times, "read_s"):
-        rows = read_segments(loader.layout, batch.segments, is_own=loader.is_trusted)
+        rows = read_segments(
+            loader.layout,
+            batch.segments,
+            columns=loader.settings.columns,
+            is_own=loader.is_trusted,
+        )
         return in_batch_order(rows, batch)
 
 
@@ -224,7 +229,7 @@ def _replay(
 ) -> pa.Table:
     """Return the rows of wins that the batch replays. `beside` has all rows that it plays."""
     if not batch.replayed:
-        nothing = SEGMENT_SCHEMA.empty_table()
+        nothing = WIDE_SCHEMA.empty_table().select(loader.settings.columns)
         return nothing.append_column("advantage", pa.array([], pa.float64()))
     old = replace(batch, groups=batch.replayed, segments=batch.replayed_segments)
     weight = replay_weight(learner_step, warmup_steps=loader.replay.warmup_steps)

@@ -19,7 +19,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from configs import Config, ConfigError, LearnerConfig, has_critic, used_group_filter
-from gigpo import TOKEN_LEVEL, AdvantageSettings, compute_advantages, filtered_groups
+from gigpo import (
+    TOKEN_LEVEL,
+    AdvantageSettings,
+    columns_read,
+    compute_advantages,
+    filtered_groups,
+)
 from learner.data.values import (
     AskCritic,
     critic_values,
@@ -28,8 +34,13 @@ from learner.data.values import (
 )
 from learner.step_times import LoadTimes, timed
 from printable import UserError, one_line
-from store import IMPORTED, SEGMENT_SCHEMA, uid_text
+from store import IMPORTED, WIDE_SCHEMA, uid_text
 
+# Texts are many bytes. Most settings ask for none of them.
+TEXT_COLUMNS = (
+    *("obs_text", "anchor_text", "admissible_actions", "action_text"),
+    *("final_observation", "final_anchor_text", "final_admissible_actions"),
+)
 ADVANTAGE_COLUMNS = {
     "step_return": pa.float64(),
     "episode_advantage": pa.float64(),
@@ -73,6 +84,12 @@ class RowSettings:
         )
 
     @property
+    def columns(self) -> list[str]:
+        """Return the columns of WIDE_SCHEMA to read: texts only if something is asked of them."""
+        asked = TEXT_COLUMNS if self.train_on else columns_read(self.advantages)
+        return [name for name in WIDE_SCHEMA.names if name not in TEXT_COLUMNS or name in asked]
+
+    @property
     def is_token_level(self) -> bool:
         return self.advantages.estimator in TOKEN_LEVEL
 
@@ -81,7 +98,7 @@ class RowSettings:
 class ScoredRows:
     """All rows of a batch with their advantages, and the groups that teach nothing.
 
-    The columns are SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS and, with a critic, value and
+    The columns are those of RowSettings plus ADVANTAGE_COLUMNS and, with a critic, value and
     value_target. An estimator of TOKEN_LEVEL adds lists, a number for each response token:
     token_value, token_advantage and token_value_target.
     """
@@ -155,7 +172,7 @@ def check_train_on(condition: str) -> None:
     """Raise ConfigError unless the condition is valid SQL over the columns of a step."""
     advantages = [pa.field(name, kind) for name, kind in ADVANTAGE_COLUMNS.items()]
     if condition:
-        meets_train_on(pa.schema([*SEGMENT_SCHEMA, *advantages]).empty_table(), condition)
+        meets_train_on(pa.schema([*WIDE_SCHEMA, *advantages]).empty_table(), condition)
 
 
 def meets_train_on(rows: pa.Table, condition: str) -> pa.ChunkedArray:

@@ -53,6 +53,7 @@ class Recovered:
     moved: int  # trajectories whose file was replaced by another one
     strangers: int  # trajectories that are no member of any group
     completed: int  # groups
+    imported: int  # groups that the backup does not know, and that count as imported
 
 
 def recover(
@@ -87,7 +88,8 @@ def recover(
         made = {"digest": "unknown", "epoch": 0, "published_us": tx.now_us, "lsn": tx.lsn}
         tx.insert("version", version=version, path=path, **made)
     tx.touch("groups", "lineage", "versions", "segments", "excluded")
-    return Recovered(completed=n_open - tx.value(count_open), **counts)
+    n_imported = sum(group.split == IMPORTED for group in groups)
+    return Recovered(completed=n_open - tx.value(count_open), imported=n_imported, **counts)
 
 
 def _adopt(tx: Transaction, file: FoundFile, *, on_disk: set[str], counts: dict[str, int]) -> None:

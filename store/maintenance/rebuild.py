@@ -58,7 +58,8 @@ EPOCHS_WITHOUT_TRACE = 1_000  # owners since the backup that committed nothing; 
 LSNS_WITHOUT_TRACE = 1_000_000  # transactions since the backup that readers may have been shown
 ORDINALS_TRIED = 100_000  # beyond the largest known one: groups opened since the backup
 ROUNDS_TRIED = 1_000  # policy versions beyond the newest known one that may have been evaluated
-HELDOUT_TRIED = 10_000_000  # addresses of held-out groups, tried in about half a minute
+ADDRESSES_TRIED = 10_000_000  # before groups count as imported; it takes about half a minute
+ROUNDS_BEFORE = 100  # the version that played a held-out group: those evaluated with newer weights
 LARGEST_COUNT = LARGEST_NUMBER + 1  # no run counts its groups or versions that far
 WEIGHTS_NAME = re.compile(r"v(\d{6,18})")
 
@@ -118,6 +119,11 @@ def rebuild(layout: RunLayout, *, is_brought: bool = False) -> Report:
     finally:
         os.close(lock)
     lost += contents.rejected
+    if not has_backup and recovered.imported:
+        lost.append(
+            f"{recovered.imported} groups count as imported: those of datasets, extra episodes, "
+            "and any whose number was not found"
+        )
     if recovered.strangers:
         lost.append(f"{recovered.strangers} trajectories are no member of a known group")
     with Catalog.open(layout) as catalog:
@@ -334,14 +340,16 @@ def _addresses(
     query = "SELECT coalesce(max(ordinal), 0) AS n FROM grp WHERE split = :split"
     newest = tx.rows(query, split=TRAIN)[0]["n"]
     first, end = max(0, newest - ORDINALS_TRIED), newest + ORDINALS_TRIED
-    # Without a backup the newest is not known: go on behind the last that was found.
-    while left:
+    # Without a backup the newest is not known: go on behind the last that was found. Retention may
+    # have removed the files of any number of groups before the first.
+    n_tried, most = 0, ORDINALS_TRIED if newest else ADDRESSES_TRIED
+    while left and n_tried < most:
         addresses = ((TRAIN, ordinal, None) for ordinal in range(first, end))
         found = list(_matched(tx, addresses, left=left, foreign=foreign))
         yield from found
-        if not found:
-            break
-        first, end = end, max(ordinal for _, (_, ordinal, _) in found) + 1 + ORDINALS_TRIED
+        n_tried = 0 if found else n_tried + end - first
+        last = max((ordinal for _, (_, ordinal, _) in found), default=end - 1)
+        first, end = end, last + 1 + ORDINALS_TRIED
     held_out = {uid: held for uid, held in members.items() if held[0].split == HELDOUT}
     left = set(held_out)
     query = "SELECT evaluated_version FROM grp WHERE split = :split"
@@ -350,7 +358,8 @@ def _addresses(
     versions = {*rounds, *_around(max([newest, *rounds]), n=ROUNDS_TRIED)}
     versions.update(row["version"] for row in tx.rows("SELECT version FROM version"))
     played_by = (one.meta for held in held_out.values() for one in held)
-    versions.update(version for one in played_by for version in (one.version_min, one.version_max))
+    for version in {one.version_min for one in played_by}:
+        versions.update(range(max(0, version - ROUNDS_BEFORE), version + 1))
     first, end = 0, max(2 * max(rounds.values(), default=0), ORDINALS_TRIED // ROUNDS_TRIED)
     while left:
         in_rounds = (
@@ -358,7 +367,7 @@ def _addresses(
             for version in sorted(versions, reverse=True)
             for ordinal in range(first, end)
         )
-        limited = islice(in_rounds, HELDOUT_TRIED)
+        limited = islice(in_rounds, ADDRESSES_TRIED)
         found = list(_matched(tx, limited, left=left, foreign=foreign))
         yield from found
         if not found:

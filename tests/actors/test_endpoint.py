@@ -303,6 +303,21 @@ def test_what_a_stranger_sends_after_his_refusal_is_not_read(
     assert b" 40" in served(TextPolicy(["7"]), body)
 
 
+def test_an_episode_with_too_many_texts_for_one_file_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("actors.rollout.episode.MAX_EPISODE_BYTES", 10)
+
+    async def body(endpoint: Endpoint) -> list[int]:
+        with endpoint.episode(IDS, rules(max_steps=3), progress=AttemptProgress()) as recording:
+            statuses = [(await post(recording.client, ask()))[0] for _ in range(2)]
+            assert "bytes of texts and tokens" in recording.cut_off
+            assert len(recording.steps()) == 1
+            return statuses
+
+    assert served(TextPolicy(["7"]), body) == [200, 410]
+
+
 def test_the_openai_client_raises_its_own_errors_and_asks_for_none_of_them_again() -> None:
     policy = TextPolicy(["7"])
 

@@ -180,6 +180,20 @@ def test_the_step_limit_truncates_and_pays_nothing(form: Form) -> None:
     assert trajectory.episode_return == 0.0
 
 
+def test_an_episode_that_shows_too_much_is_truncated_before_no_file_can_keep_it(
+    form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: no learner could read an episode with more than 2 GiB of screenshots."""
+    answers = ["<action>go east</action>"] * 4
+    whole = play(form, FixedPolicy(form(), answers))
+    n_bytes = sum(step.most_bytes for step in whole.steps[:2])
+    monkeypatch.setattr("actors.rollout.episode.MAX_EPISODE_BYTES", n_bytes)
+    trajectory = play(form, FixedPolicy(form(), answers))
+    assert [step.truncated for step in trajectory.steps] == [False, True]
+    assert trajectory.final_observation is not None
+    assert trajectory.final_observation.text == whole.steps[2].obs_text
+
+
 def test_the_observation_after_the_last_action_is_kept(form: Form) -> None:
     """An episode of four steps ends where the fifth step of a longer one begins, also if time ran
     out while the fifth action was sampled.
@@ -297,6 +311,28 @@ def test_seeds_depend_on_trajectory_and_step_alone(form: Form) -> None:
     assert request_seed(b"a" * 16, 0) != request_seed(b"b" * 16, 0)
 
 
+def test_a_scripted_answer_ends_as_a_models_does_and_is_not_tokenised_whole(
+    form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: an action of two million characters became 428,576 tokens on the event loop."""
+    made = form()
+    encoded: list[str] = []
+    encode = made.tokenizer.encode
+
+    def counted(text: str, **options: object) -> list[int]:
+        encoded.append(text)
+        return encode(text, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(made.tokenizer, "encode", counted)
+    policy = ScriptedPolicy(made.encode_answer, max_tokens=12)
+    prompt = Prompt(token_ids=(1,), actions=("go " * 700_000,))
+    completion = asyncio.run(policy.generate(prompt, seed=0, temperature=1.0))
+    assert (len(completion.token_ids), len(completion.logprobs)) == (12, 12)
+    assert completion.finish_reason == "length"
+    assert not made.parse(completion.token_ids).well_formed
+    assert len(encoded[-1]) < 10_000
+
+
 def test_a_scripted_policy_draws_admissible_actions_and_says_how_likely_they_were(
     form: Form,
 ) -> None:
@@ -310,5 +346,7 @@ def test_a_scripted_policy_draws_admissible_actions_and_says_how_likely_they_wer
     demonstration = Prompt(token_ids=(1,), actions=("a", "b", "c"), demonstrated="b")
     completion = asyncio.run(policy.generate(demonstration, seed=0, temperature=1.0))
     assert (form().parse(completion.token_ids).action, sum(completion.logprobs)) == ("b", 0.0)
+    short = ScriptedPolicy(form().encode_answer, max_tokens=len(completion.token_ids))
+    assert asyncio.run(short.generate(demonstration, seed=0, temperature=1.0)) == completion
     with pytest.raises(ValueError, match="lists none"):
         asyncio.run(policy.generate(Prompt(token_ids=(1,), actions=None), seed=0, temperature=1.0))

@@ -275,7 +275,7 @@ def test_a_program_whose_messages_make_the_template_loop_ends_the_worker_by_name
 
     async def episode() -> None:
         config = endpoint_config("m", max_response=9, max_model=90_000)
-        endpoint = Endpoint(ScriptedPolicy(lambda text: []), looping, config=config)
+        endpoint = Endpoint(ScriptedPolicy(lambda text, at_most: []), looping, config=config)
         await endpoint.start()
         try:
             pool: Any = Asks()

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -505,6 +506,15 @@ def test_an_observation_that_no_episode_can_keep_is_refused(
         ValueError, match="an Observation with 12 characters; at most 10 can be kept"
     ):
         check.checked_answer("reset", Observation(**{"text": "", field: long}))  # type: ignore[arg-type]
+
+
+def test_images_that_no_episode_can_keep_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "MAX_PIXEL_BYTES", 24)
+    image = np.zeros((2, 2, 3), np.uint8)
+    kept = check.checked_answer("reset", Observation(text="", images=(image, image)))
+    assert isinstance(kept, Observation) and len(kept.images) == 2
+    with pytest.raises(ValueError, match="images of 36 bytes; at most 24 can be kept, draw them"):
+        check.checked_answer("reset", Observation(text="", images=(image,) * 3))
 
 
 def test_a_list_of_actions_has_an_end_though_each_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,12 @@ from configs import AlgorithmConfig, Config, CriticConfig
 from coordinator import Coordinator
 from learner.data.batch_loader import PreparedBatch, in_batch_order, prepare_batch
 from learner.data.micro_batch import MicroBatch
+from learner.data.training_rows import TEXT_COLUMNS
 from learner.data.updates import cut_updates
 from learner.training.critic import CriticStats
 from learner.training.engine import train_batch
 from learner.training.step_metrics import UpdateStats, means
-from store import DigestError, VersionRecord, read_segments
+from store import WIDE_SCHEMA, DigestError, VersionRecord, read_segments
 from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import loader_of, make_config, open_coordinator, play, play_all
 
@@ -86,6 +87,42 @@ def test_cloning_filters_no_group(coordinator: Coordinator) -> None:
         coordinator.config, loss=replace(coordinator.config.loss, policy="behaviour_cloning")
     )
     assert next_ready(coordinator, config=config).rows.num_rows == 8
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "train_on", "texts"),
+    [
+        ({}, "", set()),
+        ({"anchor": "state_and_actions"}, "", {"admissible_actions"}),
+        ({"anchor": "similar"}, "", {"anchor_text"}),
+        (
+            {"anchor": "similar", "estimator": "graphgpo"},
+            "",
+            {"anchor_text", "final_anchor_text"},
+        ),
+        ({}, "reward > 0", set(TEXT_COLUMNS)),  # it may ask anything
+    ],
+)
+def test_texts_are_read_only_if_something_is_asked_of_them(
+    coordinator: Coordinator, algorithm: dict[str, str], train_on: str, texts: set[str]
+) -> None:
+    """The attack: observations of 64 million characters filled the learner's memory."""
+    play_all(coordinator)
+    source = loader_of(coordinator)
+    settings = replace(
+        source.settings,
+        advantages=replace(source.settings.advantages, **algorithm),
+        train_on=train_on,
+    )
+    columns = set(settings.columns)
+    assert columns == set(WIDE_SCHEMA.names) - set(TEXT_COLUMNS) | texts
+    if "admissible_actions" in texts:  # which these rows do not have
+        return
+    source = replace(source, settings=settings)
+    batch = source.claim(0)
+    assert batch is not None
+    ready = prepare_batch(source, batch, version=0, learner_step=1, more=None)
+    assert columns == set(WIDE_SCHEMA.names).intersection(ready.rows.column_names)
 
 
 def test_staleness_is_counted_from_the_version_it_is_trained_at(coordinator: Coordinator) -> None:

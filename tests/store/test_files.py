@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from store import (
     in_segments,
     keep_private,
     read_segment,
+    read_segments,
     segments,
     state_hash,
     to_table,
@@ -357,19 +359,63 @@ def test_a_state_hash_does_not_depend_on_the_version_of_python() -> None:
     assert canonical("a\u0301\u0323") == "\u1ea1\u0301", "older ones are sorted"
 
 
-def test_trajectories_with_many_pixels_are_divided_into_segments_that_can_be_read(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("of", ["images", "admissible_actions"])
+def test_large_trajectories_are_divided_into_segments_that_can_be_read(
+    of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attack: eight episodes of screenshots were one file of 2 GiB, which nothing could read."""
-    monkeypatch.setattr("store.segments.MAX_PIXEL_BYTES", 20)
+    """The attack: eight episodes of screenshots were one file of 2 GiB, which nothing could read.
+
+    So were those of 34 lists of actions with 64 million characters.
+    """
     group = Group.imported(group_uid=b"g" * 16, task_id="t", size=5)
+    one = {
+        "images": StepImage(height=1, width=3, pixels=bytes(9)),
+        "admissible_actions": "go \u2190",  # 6 bytes, counted as at most 16
+    }[of]
 
-    def trajectory(member: int, n_images: int) -> Trajectory:
+    def trajectory(member: int, n: int) -> Trajectory:
         made = make_trajectory(group, member, n_steps=1)
-        image = StepImage(height=1, width=3, pixels=bytes(9))
-        return replace(made, steps=(replace(made.steps[0], images=(image,) * n_images),))
+        return replace(made, steps=(replace(made.steps[0], **{of: (one,) * n}),))
 
-    played = [trajectory(member, n) for member, n in enumerate((1, 1, 0, 4, 1))]
+    played = [trajectory(member, n) for member, n in enumerate((1, 1, 0, 100, 1))]
+    most_bytes = sum(one.most_bytes for one in played[:3])
+    monkeypatch.setattr("store.segments.MAX_ROW_BYTES", most_bytes)
     parts = [[one.member for one in part] for part in in_segments(played)]
     assert parts == [[0, 1, 2], [3], [4]]
     assert list(in_segments([])) == []
+
+
+def test_the_bytes_of_a_step_are_never_more_than_its_bound(trajectories: list) -> None:
+    """Arrow's own count of its texts, tokens and pixels, without offsets."""
+    for step in trajectories[0].steps:
+        texts = [step.obs_text, step.anchor_text or "", step.action_text]
+        texts += step.admissible_actions or ()
+        n_bytes = sum(len(text.encode()) for text in texts)
+        n_bytes += 4 * (len(step.prompt_ids) + 2 * len(step.response_ids))
+        n_bytes += sum(len(image.pixels) for image in step.images)
+        assert step.most_bytes == n_bytes, "all are ASCII"
+    wide = replace(trajectories[0].steps[0], obs_text="\U0001f600" * 3)
+    assert wide.most_bytes - replace(wide, obs_text="").most_bytes == len(wide.obs_text.encode())
+    made = trajectories[0]
+    final = made.final_observation
+    assert final is not None
+    assert made.most_bytes == sum(step.most_bytes for step in made.steps) + len(
+        final.text + final.anchor_text + "".join(final.admissible_actions)
+    )
+
+
+def test_rows_of_several_files_may_have_more_than_2_gib_of_texts_and_pixels(
+    layout: RunLayout, trajectories: list
+) -> None:
+    """The attack: no batch with so many could be joined, and each start claimed it again."""
+    metas = [write_segment(layout, [one], worker="w0", epoch=1) for one in trajectories]
+    rows = read_segments(layout, metas)
+    assert rows.cast(SEGMENT_SCHEMA).equals(to_table(trajectories))
+    narrow = {pa.string(), pa.binary()}
+
+    def kinds(kind: pa.DataType) -> Iterator[pa.DataType]:
+        yield kind
+        for at in range(kind.num_fields):
+            yield from kinds(kind.field(at).type)
+
+    assert not narrow.intersection(kind for field in rows.schema for kind in kinds(field.type))

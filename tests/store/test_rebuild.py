@@ -47,7 +47,7 @@ from store.maintenance.sweep import sweep_retired
 from store.records import to_table
 from store.segments import TrajectoryMeta, write_rows
 from tests.support.run_views import connect
-from tests.support.store_damage import edit
+from tests.support.store_damage import edit, no_file_may_grow
 from tests.support.store_runs import MERGE_TWO, compact_once, fingerprint, flip, make_run, rewrite
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
@@ -826,8 +826,9 @@ def test_a_manifest_that_counts_too_far_is_refused_by_name(tmp_path: Path) -> No
     assert check(layout, level=CONTENTS) == []
 
 
+@pytest.mark.parametrize("first", [0, 45])  # retention removed the files before
 def test_without_a_backup_groups_are_found_however_many_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: all groups behind the first 100,000 became imported ones, and were not trained on."""
     monkeypatch.setattr(rebuild_module, "ORDINALS_TRIED", 10)
@@ -835,13 +836,13 @@ def test_without_a_backup_groups_are_found_however_many_there_are(
     layout = RunLayout.create(tmp_path / "run", config_yaml="")
     with Catalog.open(layout) as catalog:
         write_open_sql(layout, macros=(), max_staleness=9)
-        for ordinal in (0, 7, 16, 25):
+        for ordinal in first, first + 7, first + 16, first + 25:
             play(layout, catalog, open_train_group(catalog, ordinal))
         for ordinal in range(9):
             group = catalog.open_group(
                 ordinal=ordinal, task_id="t", split="heldout", size=1, evaluated_version=40
             )
-            play(layout, catalog, group, version=40)
+            play(layout, catalog, group, version=47)  # with weights that came meanwhile
         query = "SELECT split, ordinal FROM groups ORDER BY ALL"
         export(catalog, layout)
         with open_run(layout.root) as reader:
@@ -870,3 +871,16 @@ def test_a_catalog_that_is_too_large_for_memory_at_once_has_a_backup_and_is_rebu
     assert ask(layout, query) == before and before
     assert [one for one in check(layout, level=CONTENTS) if one.severity == "error"] == []
     assert not list((tmp_path / "cache").rglob("*.sqlite"))
+
+
+def test_no_room_for_a_copy_of_a_large_backup_is_no_damage(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a full disk of the cache was a traceback."""
+    monkeypatch.setattr("store.maintenance.database_bytes.IN_MEMORY_BYTES", 0)
+    with Catalog.open(layout) as catalog:
+        assert catalog.back_up()
+    with no_file_may_grow():
+        (finding,) = check(layout, level=CONTENTS)
+    assert finding.what == "backup_unavailable"
+    assert "free space there, or set XDG_CACHE_HOME" in finding.detail

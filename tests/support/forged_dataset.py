@@ -35,7 +35,9 @@ def write_dataset(dest: Path, *tables: pa.Table, run_id: str, size: int) -> Path
         "created_us": 1,
         "n_trajectories": len(set(rows["traj_uid"].to_pylist())),
         "n_steps": rows.num_rows,
-        "groups": {group_uid.hex(): size for group_uid in set(rows["group_uid"].to_pylist())},
+        "groups": {
+            group_uid.hex(): size for group_uid in set(rows["group_uid"].to_pylist()) - {None}
+        },
         "uids": "binary",
         "parts": parts,
     }
