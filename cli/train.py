@@ -99,7 +99,9 @@ def train(
         config, settings, resume=resume, fork=fork, dry_run=dry_run, trust=trust, screen=screen
     )
     if dry_run:
-        fits = driver.dry_run(resolved, screen, all_settings=all_settings, estimates=plan)
+        fits = driver.dry_run(
+            resolved, screen, all_settings=all_settings, estimates=plan, fork_of=fork or ""
+        )
         return 0 if fits else DOES_NOT_FIT
     driver.train(resolved, screen, fork_of=fork or "")
     return 0

@@ -45,29 +45,30 @@ CHATS_OF_TABLE = 256  # whose rows are made into one table
 CHARACTERS_OF_DIGEST = 16  # in the name of a file's contents
 
 
-def check_sources(config: Config, console: Console) -> None:
+def check_sources(config: Config, console: Console, *, base: Path | None = None) -> None:
     """Check that the sources exist, select groups and fit the model, before a run is made.
 
-    Raises ConfigError, StoreError.
+    `base` is the model of a run without `model.path`, by default that of the first source. Raises
+    ConfigError, StoreError.
     """
     from learner import check_train_on  # here: it loads torch
 
     check_train_on(config.offline.train_on)
     with limited_memory(_places(config)):
-        _check_each(config, console)
+        _check_each(config, console, base=base)
 
 
-def _check_each(config: Config, console: Console) -> None:
+def _check_each(config: Config, console: Console, *, base: Path | None) -> None:
     """Read what the sources say about themselves, and compare it with the config."""
     _check_logprobs(config)
-    if only_chats(config) and not config.model.path:
+    if only_chats(config) and not config.model.path and base is None:
         with chat_texts(config) as texts:
             for _ in texts:  # the model whose template they are written with is not made
                 pass
         return
-    sources = _sources(config, console, model_path=lambda: _model_path(config))
+    sources = _sources(config, console, model_path=lambda: _model_path(config, base))
     find_sources(sources, order=config.offline.order)
-    _compare_tokens(config, console)
+    _compare_tokens(config, console, model_path=_model_path(config, base))
 
 
 def _check_logprobs(config: Config) -> None:
@@ -96,9 +97,8 @@ def _check_logprobs(config: Config) -> None:
             )
 
 
-def _compare_tokens(config: Config, console: Console) -> None:
+def _compare_tokens(config: Config, console: Console, *, model_path: Path) -> None:
     """Compare the tokenizer of each run among the sources with the model's."""
-    model_path = _model_path(config)
     for text in config.source:
         if _is_chats(text):
             continue
@@ -270,8 +270,8 @@ def check_same_tokenizer(base: Path, model_path: Path, *, source: str) -> None:
         )
 
 
-def _model_path(config: Config) -> Path:
-    return Path(config.model.path or _first_base(config))
+def _model_path(config: Config, base: Path | None) -> Path:
+    return Path(config.model.path or base or _first_base(config))
 
 
 def _first_base(config: Config) -> Path:
@@ -292,8 +292,11 @@ def _base_of(text: str) -> Path | None:
     Returns None if it is no run, has none, or is a stranger's run.
     """
     layout = _run_of(text)
-    if layout is None:
-        return None
+    return None if layout is None else base_of_run(layout)
+
+
+def base_of_run(layout: RunLayout) -> Path | None:
+    """Return the base policy of a run, None if it has none, or is a stranger's."""
     # its files are read by transformers, which would follow a link out of the run
     layout.check_no_links()
     if not layout.is_trusted():

@@ -221,13 +221,12 @@ def load_fork(source: str, overrides: Sequence[str]) -> Config:
         return load(root, others)
     recorded = load(run, [])
     config = replace(load(run, others), run_dir=str(root))
-    changed = [
-        line for line in configs.forbidden_changes(recorded, config) if line.startswith(FORK_KEEPS)
-    ]
-    if changed:
+    kept = (*FORK_KEEPS, "source:") if recorded.source else FORK_KEEPS
+    forbidden = configs.forbidden_changes(recorded, config)
+    if changed := [line for line in forbidden if line.startswith(kept)]:
         raise ConfigError(
-            f"--fork {source} goes on with that run's model and tasks ({'; '.join(changed)}); "
-            "leave these as they are"
+            f"--fork {source} goes on with that run's model, tasks and offline groups "
+            f"({'; '.join(changed)}); leave these as they are"
         )
     if recorded.store.uri and config.store.uri == recorded.store.uri:
         raise ConfigError(

@@ -139,7 +139,9 @@ def _checked(config: Config) -> Config:
     return config
 
 
-def dry_run(config: Config, screen: Screen, *, all_settings: bool, estimates: bool) -> bool:
+def dry_run(
+    config: Config, screen: Screen, *, all_settings: bool, estimates: bool, fork_of: str = ""
+) -> bool:
     """Show what `train` would do and what is missing on this machine. Make nothing.
 
     Show the settings that differ from the defaults, or all of them if `all_settings`. If
@@ -158,7 +160,7 @@ def dry_run(config: Config, screen: Screen, *, all_settings: bool, estimates: bo
     missing += missing_gpus(config) + disk_faults([run_need(config), *needs])
     if not configs.is_offline(config):
         missing += try_tasks(config, console)
-    _check_new_sources(config, console)
+    _check_new_sources(config, console, fork_of=fork_of)
     show_missing(missing, console)
     fits = not (estimates and configs.misfits(config))
     if not fits:
@@ -175,6 +177,8 @@ def train(config: Config, screen: Screen, *, fork_of: str = "") -> None:
     keep_compiled_code()
     config = with_model(config, console)
     if fork_of:
+        # before it is there: a start after this one would find an existing run
+        _check_new_sources(config, console, fork_of=fork_of)
         resume.make_fork(fork_of, config)
     configs.check_model_path(config)
     offline_sources.check_vocabularies(config)
@@ -186,7 +190,7 @@ def train(config: Config, screen: Screen, *, fork_of: str = "") -> None:
         check_same_run(config)
         if not configs.is_offline(config):
             check_tasks(config, console)
-        _check_new_sources(config, console)
+        _check_new_sources(config, console, fork_of="")
         if (step := trained_to(config)) > config.learner.steps:
             console.print(
                 f"{run} is trained to learner step {step} already, so "
@@ -214,10 +218,26 @@ def _report_file(run: Path, warn: Callable[[str], None]) -> Path | None:
         return None
 
 
-def _check_new_sources(config: Config, console: Console) -> None:
-    """Check the sources of a new run. An existing run has already imported its sources."""
-    if config.source and not RunLayout.exists(Path(config.run_dir)):
-        offline_sources.check_sources(config, console)
+def _check_new_sources(config: Config, console: Console, *, fork_of: str) -> None:
+    """Check the sources of a new run. An existing run has already imported its sources.
+
+    So has a fork of a run that has sources: it keeps them.
+    """
+    if not config.source or RunLayout.exists(Path(config.run_dir)):
+        return
+    base = None
+    if fork_of:
+        forked = RunLayout.open(resume.parse_fork(fork_of)[0])
+        if resume.load(forked.root, []).source:
+            return
+        for run in offline_sources.source_runs(config):
+            if forked.info.wrote(RunLayout.open(run).info.run_id):
+                raise ConfigError(
+                    f"source={run} is the run that is forked, or one before it; leave it out: the "
+                    "fork has its groups"
+                )
+        base = offline_sources.base_of_run(forked)
+    offline_sources.check_sources(config, console, base=base)
 
 
 def _train_to_the_end(config: Config, screen: Screen) -> None:

@@ -21,9 +21,8 @@ from envs import (
 )
 
 MAX_SAMPLED_TASKS = 1000  # more add hardly any new words, and each one costs a reset
-MAX_CHARACTERS = (
-    100_000  # of a message or an answer: a word of millions of letters would take minutes
-)
+# Of a message, and of an answer: a word of millions of letters would take minutes.
+MAX_CHARACTERS = 100_000
 
 
 def sample_chats(config: Config, *, log: Path | None = None) -> list[str]:

@@ -17,6 +17,7 @@ task_results.py     results of tasks, by which later groups choose theirs
 segment_states.py   a segment after its commit: replaced, expired, removed
 run_records.py      versions, checkpoints, metrics, heartbeats, unfinished episodes
 snapshot.py         the exported tables, now or as of an earlier lsn
+missing_members.py  groups that come back without members, because their file is gone
 repairs.py          damaged files and wrong sums, for fsck
 adopt.py            files and groups that a backup does not know, for rebuild
 """

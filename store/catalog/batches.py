@@ -15,6 +15,7 @@ from typing import Any
 
 from store.catalog import imported_groups
 from store.catalog.groups import ROLLED_BACK, as_group, complete_by_version, reopen
+from store.catalog.missing_members import open_incomplete
 from store.catalog.records import Batch, ReusedGroups, RollBack
 from store.catalog.transaction import Transaction, pick
 from store.errors import StoreError
@@ -341,6 +342,8 @@ def roll_back(tx: Transaction, learner_step: int) -> RollBack:
     )
     why = f"rolled back to learner step {learner_step}"
     n_groups = sum(release(tx, batch["batch_id"], why=why) for batch in batches)
+    if batches:
+        open_incomplete(tx, why=f"the run was {why}")
     n_checkpoints = tx.run(
         "UPDATE checkpoint SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step
     )

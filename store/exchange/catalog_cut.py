@@ -15,6 +15,7 @@ from contextlib import closing
 from store.catalog.catalog_files import make_catalog_file
 from store.catalog.connection import check_pages, opened_read_only
 from store.catalog.groups import recompute
+from store.catalog.missing_members import open_incomplete
 from store.catalog.schema_check import SCHEMA
 from store.catalog.transaction import Transaction
 from store.clock import now_us
@@ -124,13 +125,17 @@ def _cut(catalog: sqlite3.Connection, *, lsn: int, run_id: str) -> tuple[bytes, 
 
 
 def _recompute(tx: Transaction, group_uids: Sequence[bytes], *, reason: str) -> None:
-    """Correct the sums of these groups, and make every claimed group available."""
+    """Correct the sums of these groups, and make every claimed group available.
+
+    Groups that were complete at the checkpoint are played again if they lost members since.
+    """
     for group_uid in group_uids:
         recompute(tx, group_uid)
     tx.run(
         "UPDATE grp SET state = 'complete', reason = :reason WHERE state = 'claimed'",
         reason=reason,
     )
+    open_incomplete(tx, why=f"the {reason}")
 
 
 def _record_fork(tx: Transaction, *, detail: str) -> None:

@@ -37,6 +37,7 @@ from store.file_rights import (
 )
 from store.layout import RunLayout
 from store.maintenance.backup import empty_database, write_backup
+from store.maintenance.fsck import CATALOG, check
 from store.reading.pins import Pin
 from store.remote_directory import copy_directory, has_directory, publish_directory
 from store.run_names import (
@@ -175,12 +176,23 @@ def _fill(
         sync_directory(Path(directory), beneath=unfinished)
     if not private:
         give_rights(unfinished, source=source.root, owner=OWNER_MAY)
+    _check_sound(layout, source=source)
     if storage_uri is not None:
         _back_up(layout)  # without it whoever brings the fork would have no checkpoint
         layout.check_primary()  # else a volume is gone by now, with what was written
         layout.storage.remove(stored_fork_marker(layout.info.run_id))
     (unfinished / FORK_MARKER).unlink()
     sync_directory(unfinished, beneath=unfinished)
+
+
+def _check_sound(layout: RunLayout, *, source: RunLayout) -> None:
+    """Raise StoreError for a fork whose catalog fsck would call wrong: nothing could mend it."""
+    wrong = [one for one in check(layout, level=CATALOG) if one.severity == "error"]
+    if wrong:
+        raise StoreError(
+            f"the fork would not be sound ({wrong[0].what}: {wrong[0].subject}: "
+            f"{wrong[0].detail}); look at its run: gigpo fsck {source.root}"
+        )
 
 
 def _back_up(layout: RunLayout) -> None:

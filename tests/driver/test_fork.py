@@ -12,7 +12,8 @@ import pytest
 import configs
 import store
 from configs import ConfigError
-from driver import resume
+from driver import resume, train_run
+from driver.screen import Screen
 from store import RunLayout, StoreError
 from tests.runs.test_run import rows
 from tests.support.fault_runs import ROOT, untrained_model
@@ -80,6 +81,35 @@ def test_a_mistake_is_one_line(
     names = {"a": source, "b": tmp_path / "b"}
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
         resume.load_fork(text.format(**names), [override.format(**names) for override in overrides])
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_fork_keeps_the_offline_groups_of_its_run(tmp_path: Path) -> None:
+    """Others would not be imported: the fork has groups already."""
+    (tmp_path / "given.yaml").write_text("source: [there.jsonl]\n")
+    config = configs.load(tmp_path / "given.yaml", [f"run_dir={tmp_path / 'a'}"])
+    RunLayout.create(tmp_path / "a", config_yaml=configs.as_yaml(config))
+    resume.remember(config)
+    with pytest.raises(ConfigError, match=r"offline groups \(source: .*'other.jsonl'"):
+        resume.load_fork(f"{tmp_path / 'a'}@4", [f"run_dir={tmp_path / 'b'}", "source=other.jsonl"])
+    assert resume.load_fork(f"{tmp_path / 'a'}@4", [f"run_dir={tmp_path / 'b'}"]).source
+
+
+def test_the_new_sources_of_a_fork_are_checked_before_it_is_made(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: chats that nobody sampled were trained on as if the policy had said them."""
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    fork_of = f"{source}@4"
+    config = resume.load_fork(fork_of, [f"run_dir={tmp_path / 'b'}", f"source={chats}"])
+    config = replace(config, model=replace(config.model, path=str(tmp_path)))
+    monkeypatch.setattr(train_run, "with_model", lambda config, _: config)
+    with pytest.raises(ConfigError, match="has chats that nobody sampled, so they have no log-pro"):
+        train_run.train(config, Screen.quiet(), fork_of=fork_of)
+    itself = resume.load_fork(fork_of, [f"run_dir={tmp_path / 'b'}", f"source={source}"])
+    with pytest.raises(ConfigError, match="is the run that is forked, or one before it; leave it"):
+        train_run.train(itself, Screen.quiet(), fork_of=fork_of)
     assert not (tmp_path / "b").exists()
 
 

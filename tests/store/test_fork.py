@@ -24,12 +24,16 @@ from store import (
     check_fork,
     export,
     fork,
+    read_segments,
     write_open_sql,
     write_segment,
 )
 from store.file_rights import ACCESS_LISTS
 from store.maintenance.compact import CompactionPolicy
 from store.maintenance.fsck import check
+from store.maintenance.rebuild import rebuild
+from store.maintenance.repair import repair
+from store.maintenance.sweep import expire_old
 from tests.crash.commands import make_forkable_run
 from tests.support.file_modes import let_one_user_read, modes_at_each_write
 from tests.support.neighbours import Neighbour, look_while_away
@@ -230,6 +234,96 @@ def test_a_fork_goes_on_by_itself_and_leaves_the_other_run_alone(run: Life, tmp_
         before[0].trained + before[0].filtered,
         before[1],
     )
+
+
+def test_a_fork_plays_groups_again_that_retention_took_after_the_checkpoint(tmp_path: Path) -> None:
+    """The attack: they were complete as at the checkpoint, and no claim could read their files."""
+    life = Life(tmp_path / "run", seed=0)
+    life.random = random.Random(0)  # a batch is not left alone
+    catalog, layout = life.catalog, life.layout
+    for _ in range(4):
+        play(layout, catalog, open_train_group(catalog, None))
+    life.learn()
+    life.checkpoint(meanwhile=0)
+    half = open_train_group(catalog, None)
+    segment = write_segment(layout, [make_trajectory(half, 0)], worker="w0", epoch=catalog.epoch)
+    catalog.commit(segment, epoch=catalog.epoch)
+    export(catalog, layout)
+    life.checkpoint(meanwhile=0)
+    play(layout, catalog, catalog.lease_open_group(worker="w0", lease_s=60.0) or half, version=0)
+    for version in range(2, 8):
+        life.publish(version)
+    catalog.claim(n_groups=9, current_version=7, max_staleness=2)  # the groups are stale
+    life.step = 9
+    life.checkpoint(meanwhile=0)
+    assert expire_old(catalog, layout, keep_days=None, keep_versions=1)
+    export(catalog, layout)
+
+    made = fork(layout, tmp_path / "fork", learner_step=1, config_yaml="")
+    write_open_sql(made, macros=(), max_staleness=2)
+    with Catalog.open(made) as forked:
+        export(forked, made)
+        assert forked.claim(n_groups=1, current_version=1, max_staleness=2) is None
+        while group := forked.lease_open_group(worker="w0", lease_s=60.0):
+            assert len(group.missing) == group.size
+            play(made, forked, group, version=1)
+        batch = forked.claim(n_groups=2, current_version=1, max_staleness=2)
+        assert batch is not None
+        assert {one.ordinal for one in batch.groups} <= {0, 1, 2, 3, 4}
+        rows = read_segments(made, batch.segments)
+        assert len(rows) == 12 and set(rows["version_min"].to_pylist()) == {1}
+        export(forked, made)
+    assert check(made, level=3) == []
+
+
+def test_a_fork_plays_groups_again_whose_file_a_repair_took_after_the_checkpoint(
+    run: Life, tmp_path: Path
+) -> None:
+    """The attack: they were complete without a member, and no batch could be claimed any more."""
+    catalog, layout = run.catalog, run.layout
+    groups = [open_train_group(catalog, None) for _ in range(3)]
+    for group in groups:
+        play(layout, catalog, group)
+    run.checkpoint(meanwhile=0)
+    for segment in catalog.segment_metas([one.segment_id for one in catalog.live_segments()]):
+        if segment.trajectories[0].group_uid in {group.group_uid for group in groups[:2]}:
+            (layout.root / segment.path).unlink()
+    repair(catalog, layout, findings=check(layout, level=2))
+    again = catalog.lease_open_group(worker="w0", lease_s=60.0)
+    assert again is not None
+    play(layout, catalog, again, version=2)  # one of them is played again, one is still open
+    export(catalog, layout)
+
+    made = fork(layout, tmp_path / "fork", learner_step=2, config_yaml="")
+    write_open_sql(made, macros=(), max_staleness=9)
+    with Catalog.open(made) as forked:
+        export(forked, made)
+        assert (forked.counts().open, forked.counts().complete) == (2, 1)
+        while group := forked.lease_open_group(worker="w0", lease_s=60.0):
+            play(made, forked, group, version=2)
+        batch = forked.claim(n_groups=3, current_version=2, max_staleness=9)
+        assert batch is not None and len(read_segments(made, batch.segments)) == 18
+        export(forked, made)
+    assert check(made, level=3) == []
+
+
+def test_a_rebuild_of_a_fork_without_a_backup_finds_the_groups_of_the_run_before(
+    run: Life, tmp_path: Path
+) -> None:
+    """The attack: they became imported ones, which are not trained on."""
+    play(run.layout, run.catalog, open_train_group(run.catalog, None))
+    run.checkpoint(meanwhile=0)
+    made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
+    write_open_sql(made, macros=(), max_staleness=9)
+    with Catalog.open(made) as forked:
+        play(made, forked, open_train_group(forked, None))
+        export(forked, made)
+    ordinals = "SELECT split, ordinal FROM grp ORDER BY 1, 2"
+    before = ask(made, ordinals)
+    shutil.rmtree(made.backup.parent)
+    made.catalog.unlink()
+    rebuild(made)
+    assert ask(made, ordinals) == before and len(before) == 6
 
 
 def test_a_fork_of_a_fork(run: Life, tmp_path: Path) -> None:

@@ -826,6 +826,30 @@ def test_a_manifest_that_counts_too_far_is_refused_by_name(tmp_path: Path) -> No
     assert check(layout, level=CONTENTS) == []
 
 
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_a_rebuild_takes_the_attempt_that_was_committed(tmp_path: Path, is_shown: bool) -> None:
+    """The attack: it took a larger attempt, which a killed owner had not committed."""
+    layout = RunLayout.create(tmp_path / "run", config_yaml="")
+    with crashed(), Catalog.open(layout) as catalog:
+        write_open_sql(layout, macros=(), max_staleness=9)
+        group = open_train_group(catalog, 0)
+        assert catalog.back_up()
+        larger = [make_trajectory(group, member, n_steps=6) for member in range(2)]
+        if not is_shown:  # of this owner; the next one plays the group again
+            write_segment(layout, larger, worker="w0", epoch=catalog.epoch)
+    with crashed(), Catalog.open(layout) as catalog:
+        play(layout, catalog, group, worker="w1")
+        if is_shown:  # of this very owner, whose worker is too late
+            write_segment(layout, larger, worker="w0", epoch=catalog.epoch)
+            export(catalog, layout)
+    committed = """SELECT t.n_steps, worker
+                   FROM trajectory t JOIN segment USING (segment_id)"""
+    before = ask(layout, committed)
+    layout.catalog.unlink()
+    rebuild(layout)
+    assert ask(layout, committed) == before == [(3, "w1"), (3, "w1")]
+
+
 @pytest.mark.parametrize("first", [0, 45])  # retention removed the files before
 def test_without_a_backup_groups_are_found_however_many_there_are(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
