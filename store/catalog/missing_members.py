@@ -9,13 +9,9 @@ from __future__ import annotations
 from store.catalog.groups import abandon_incomplete_offline, recompute, reopen
 from store.catalog.transaction import Transaction
 
-# Consumed groups keep their state. A held-out group is consumed once its round has a figure.
-STILL_TO_BE_CONSUMED = """(state = 'open' OR split = 'train' AND state IN ('complete', 'claimed')
-    OR split = 'heldout' AND state = 'complete' AND NOT EXISTS (
-        SELECT 1 FROM metric m
-        WHERE m.name = 'heldout/success' AND m.live = 1
-          AND m.policy_version = evaluated_version))"""
-_WANTED = f"({STILL_TO_BE_CONSUMED} OR source IS NOT NULL AND state = 'complete')"
+# Of these the learner needs the rows. The result of a held-out group is its sums, which stay.
+_WANTED = """(split = 'train' AND state IN ('open', 'complete', 'claimed')
+    OR source IS NOT NULL AND state = 'complete')"""
 _MEMBERS_OF_DROPPED_FILES = f"""
     SELECT traj_uid, group_uid, member, segment_id
     FROM trajectory t JOIN grp USING (group_uid) JOIN segment s USING (segment_id)
@@ -23,7 +19,7 @@ _MEMBERS_OF_DROPPED_FILES = f"""
 
 
 def open_incomplete(tx: Transaction, *, why: str) -> int:
-    """Open all groups that are still to be consumed and lack members. Return their number.
+    """Open all training groups that are still to be consumed and lack members. Count them.
 
     Members in files that retention dropped are listed as lost. Incomplete offline groups are
     abandoned: this run cannot play them.

@@ -18,7 +18,6 @@ from store.catalog.groups import (
     reopen,
 )
 from store.catalog.imported_groups import complete_imported
-from store.catalog.missing_members import STILL_TO_BE_CONSUMED
 from store.catalog.records import SetAside
 from store.catalog.segment_states import WANTED_BACK, insert_segment, mark_removed, retire
 from store.catalog.transaction import Transaction
@@ -27,6 +26,11 @@ from store.records import uid_text
 from store.segments import SegmentMeta, TrajectoryMeta
 
 COMPONENT = "fsck"
+# Consumed groups keep their state. A held-out group is consumed once its round has a figure.
+STILL_TO_BE_CONSUMED = """(state = 'open' OR split = 'train' AND state IN ('complete', 'claimed')
+    OR split = 'heldout' AND state = 'complete' AND NOT EXISTS (
+        SELECT 1 FROM metric m
+        WHERE m.name = 'heldout/success' AND m.policy_version = evaluated_version))"""
 
 
 def replaced_files(tx: Transaction) -> Mapping[str, frozenset[bytes]]:

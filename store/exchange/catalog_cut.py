@@ -136,6 +136,12 @@ def _recompute(tx: Transaction, group_uids: Sequence[bytes], *, reason: str) -> 
         reason=reason,
     )
     open_incomplete(tx, why=f"the {reason}")
+    # Their weights may be gone, so they are not played again.
+    tx.run(
+        """UPDATE grp SET state = 'abandoned', reason = 'members were lost before the ' || :reason
+           WHERE split = 'heldout' AND state = 'complete' AND n_members <> size""",
+        reason=reason,
+    )
 
 
 def _record_fork(tx: Transaction, *, detail: str) -> None:

@@ -169,6 +169,10 @@ def _fill(
     with closing(Pin(source, lsn_of(source))):
         version = copy_until(source, layout, learner_step=learner_step)
         _link_files(source, layout, learner_step=learner_step, version=version)
+    _check_sound(layout, source=source)
+    # Without it a rebuild, or whoever brings the fork, would have no checkpoint, and could not tell
+    # the groups of the other run from imported ones.
+    _back_up(layout)
     for directory, _, files in os.walk(unfinished):
         for name in (".", *files):
             _bound_rights(Path(directory, name), source=source, layout=layout)
@@ -176,9 +180,7 @@ def _fill(
         sync_directory(Path(directory), beneath=unfinished)
     if not private:
         give_rights(unfinished, source=source.root, owner=OWNER_MAY)
-    _check_sound(layout, source=source)
     if storage_uri is not None:
-        _back_up(layout)  # without it whoever brings the fork would have no checkpoint
         layout.check_primary()  # else a volume is gone by now, with what was written
         layout.storage.remove(stored_fork_marker(layout.info.run_id))
     (unfinished / FORK_MARKER).unlink()

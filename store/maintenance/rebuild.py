@@ -267,8 +267,7 @@ def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Con
     connection.execute("BEGIN IMMEDIATE")
     connection.execute("UPDATE meta SET epoch = ?, lsn = ?, horizon_lsn = ?", (epoch, lsn - 1, lsn))
     tx = Transaction(connection, run_id=layout.info.run_id, epoch=epoch, lsn=lsn, now_us=now_us())
-    run_ids = (layout.info.run_id, *reversed(layout.info.ancestors))
-    groups = _new_groups(tx, contents.played, run_ids=run_ids)
+    groups = _new_groups(tx, contents.played)
     query = "SELECT group_uid FROM grp WHERE split = :split"
     foreign = {row["group_uid"] for row in tx.rows(query, split=IMPORTED)}
     foreign |= {group.group_uid for group in groups if group.split == IMPORTED}
@@ -301,22 +300,18 @@ def _check_numbers(connection: sqlite3.Connection, layout: RunLayout) -> None:
             )
 
 
-def _new_groups(
-    tx: Transaction, played: Sequence[Played], *, run_ids: Sequence[str]
-) -> list[FoundGroup]:
+def _new_groups(tx: Transaction, played: Sequence[Played]) -> list[FoundGroup]:
     """Return the groups of the files that the backup does not know.
 
-    `run_ids` are those of the run and of the runs that it is a fork of, which made its groups.
+    The run that this one is a fork of may have played some after the fork, and merged them into one
+    file with earlier ones. So only uids of this very run are tried.
     """
     known = {row["group_uid"] for row in tx.rows("SELECT group_uid FROM grp")}
     members: dict[bytes, list[Played]] = {}
     for trajectory in played:
         if trajectory.meta.group_uid not in known:
             members.setdefault(trajectory.meta.group_uid, []).append(trajectory)
-    addresses: dict[bytes, Address] = {}
-    for run_id in run_ids:
-        left = {uid: held for uid, held in members.items() if uid not in addresses}
-        addresses.update(_addresses(tx, left, run_id=run_id))
+    addresses = dict(_addresses(tx, members))
     sizes = {split: _usual_size(tx, split=split, members=members) for split in (TRAIN, HELDOUT)}
     query = "SELECT coalesce(max(ordinal), -1) + 1 AS n FROM grp WHERE split = :split"
     n_imported = tx.rows(query, split=IMPORTED)[0]["n"]
@@ -350,9 +345,9 @@ def _usual_size(tx: Transaction, *, split: str, members: Mapping[bytes, Sequence
 
 
 def _addresses(
-    tx: Transaction, members: Mapping[bytes, Sequence[Played]], *, run_id: str
+    tx: Transaction, members: Mapping[bytes, Sequence[Played]]
 ) -> Iterator[tuple[bytes, Address]]:
-    """Yield the address of each group of a run, by trying: its uid is a hash of the address."""
+    """Yield the address of each group of this run, by trying: its uid is a hash of the address."""
     rows = tx.rows("SELECT group_uid FROM grp WHERE split = :split", split=IMPORTED)
     foreign = {row["group_uid"] for row in rows}
     foreign |= {group_uid for group_uid, held in members.items() if held[0].split == IMPORTED}
@@ -365,7 +360,7 @@ def _addresses(
     n_tried, most = 0, ORDINALS_TRIED if newest else ADDRESSES_TRIED
     while left and n_tried < most:
         addresses = ((TRAIN, ordinal, None) for ordinal in range(first, end))
-        found = list(_matched(run_id, addresses, left=left, foreign=foreign))
+        found = list(_matched(tx, addresses, left=left, foreign=foreign))
         yield from found
         n_tried = 0 if found else n_tried + end - first
         last = max((ordinal for _, (_, ordinal, _) in found), default=end - 1)
@@ -388,7 +383,7 @@ def _addresses(
             for ordinal in range(first, end)
         )
         limited = islice(in_rounds, ADDRESSES_TRIED)
-        found = list(_matched(run_id, limited, left=left, foreign=foreign))
+        found = list(_matched(tx, limited, left=left, foreign=foreign))
         yield from found
         if not found:
             break
@@ -401,11 +396,11 @@ def _around(newest: int, *, n: int) -> range:
 
 
 def _matched(
-    run_id: str, addresses: Iterable[Address], *, left: set[bytes], foreign: Collection[bytes]
+    tx: Transaction, addresses: Iterable[Address], *, left: set[bytes], foreign: Collection[bytes]
 ) -> Iterator[tuple[bytes, Address]]:
     """Yield the groups of `left` that have one of the addresses. `foreign` groups are imported."""
     for address in addresses if left else ():
-        for group_uid in uids_of_address(run_id, *address):
+        for group_uid in uids_of_address(tx.run_id, *address):
             if group_uid in left:
                 left.remove(group_uid)
                 yield group_uid, address

@@ -307,7 +307,7 @@ def test_a_fork_plays_groups_again_whose_file_a_repair_took_after_the_checkpoint
     assert check(made, level=3) == []
 
 
-def test_a_rebuild_of_a_fork_without_a_backup_finds_the_groups_of_the_run_before(
+def test_a_fork_has_a_backup_so_that_a_rebuild_knows_the_groups_of_the_run_before(
     run: Life, tmp_path: Path
 ) -> None:
     """The attack: they became imported ones, which are not trained on."""
@@ -315,15 +315,54 @@ def test_a_rebuild_of_a_fork_without_a_backup_finds_the_groups_of_the_run_before
     run.checkpoint(meanwhile=0)
     made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
     write_open_sql(made, macros=(), max_staleness=9)
-    with Catalog.open(made) as forked:
-        play(made, forked, open_train_group(forked, None))
-        export(forked, made)
     ordinals = "SELECT split, ordinal FROM grp ORDER BY 1, 2"
     before = ask(made, ordinals)
-    shutil.rmtree(made.backup.parent)
     made.catalog.unlink()
     rebuild(made)
-    assert ask(made, ordinals) == before and len(before) == 6
+    assert ask(made, ordinals) == before and len(before) == 5
+
+
+def test_a_rebuild_of_a_fork_takes_no_group_that_the_other_run_played_later(
+    run: Life, tmp_path: Path
+) -> None:
+    """The attack: a merged file has them, and they became open or complete groups of the fork."""
+    play(run.layout, run.catalog, open_train_group(run.catalog, None))
+    run.checkpoint(meanwhile=0)
+    for _ in range(3):
+        play(run.layout, run.catalog, open_train_group(run.catalog, None), version=7)
+    all_files = CompactionPolicy(fan_in=64, max_live_files=1, min_file_bytes=1 << 30)
+    assert compact_once(run.catalog, run.layout, policy=all_files, skip=()).merged is not None
+    made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
+    write_open_sql(made, macros=(), max_staleness=9)
+    query = "SELECT split, ordinal, state, n_members FROM grp WHERE split <> 'imported' ORDER BY 2"
+    before, version = ask(made, query), "SELECT max(version) FROM version"
+    newest = ask(made, version)
+    made.catalog.unlink()
+    rebuild(made)
+    assert ask(made, query) == before and len(before) == 5
+    assert ask(made, version) == newest == [(2,)]
+
+
+def test_a_round_of_episodes_that_retention_took_is_not_played_again(tmp_path: Path) -> None:
+    """The attack: a kill opened an evaluation again, to be played with newer weights."""
+    life = Life(tmp_path / "run", seed=0)
+    catalog, layout = life.catalog, life.layout
+    first, second = catalog.open_round(["a", "b"], episodes_per_task=1, version=0) or (
+        catalog.lease_open_group(worker="w0", lease_s=60.0),
+        catalog.lease_open_group(worker="w1", lease_s=60.0),
+    )
+    assert first is not None and second is not None
+    play(layout, catalog, first)
+    catalog.release_leases("w1")
+    for version in range(1, 6):
+        life.publish(version)
+    play(layout, catalog, open_train_group(catalog, None), version=5)
+    export(catalog, layout)
+    assert expire_old(catalog, layout, keep_days=None, keep_versions=1)
+    assert catalog.claim(n_groups=1, current_version=5, max_staleness=9) is not None
+    catalog.roll_back(0)
+    heldout = "SELECT state, n_members FROM grp WHERE split = 'heldout' ORDER BY ordinal"
+    assert ask(layout, heldout) == [("complete", 1), ("open", 0)]
 
 
 def test_a_fork_of_a_fork(run: Life, tmp_path: Path) -> None:
