@@ -46,6 +46,13 @@ HIDDEN = (
 SHOWN_CHARACTERS = 10_000  # of an error
 REASON_CHARACTERS = 300  # of another program's reason in a message of ours
 UNSAFE = re.compile(f"[{OBEYED}{HIDDEN}]")
+# What the name of a setting, or of a part of a URL's query, has in it whose value may be a secret.
+SECRET_NAMES = "key|token|secret|passw|auth|credential|cookie|header|pin"
+IN_A_URL = "://"
+URL_LOGIN = re.compile(r"://[^\s/?#]*@")
+URL_SECRET = re.compile(
+    rf"([?&][\w.-]{{0,64}}?(?:{SECRET_NAMES})[\w.-]{{0,64}}=)[^\s&#\"']+", re.IGNORECASE
+)
 FORMAT_WARNING = warnings.formatwarning  # Python's own
 
 
@@ -91,6 +98,30 @@ def printable(text: object, *, lines: bool = False) -> str:
     `lines`: line feeds are the caller's own and stay.
     """
     return UNSAFE.sub(_kept_line_feed if lines else _escape, str(text))
+
+
+def without_secrets(text: str) -> str:
+    """Return the text without the names and passwords of its URLs, nor secrets in their queries.
+
+    >>> without_secrets("http://ann:pa55@host/x?n=1&api_key=abc did not answer")
+    'http://host/x?n=1&api_key=... did not answer'
+    """
+    return URL_SECRET.sub(r"\1...", URL_LOGIN.sub(IN_A_URL, text))
+
+
+def public_url(url: str) -> str:
+    """Return a URL without its name, password, query and fragment. Return other texts as they are.
+
+    >>> public_url("http://ann:pa55@host/x?n=1#top")
+    'http://host/x'
+    """
+    scheme, separator, rest = url.partition(IN_A_URL)
+    if not separator:
+        return url
+    for mark in "?#":
+        rest = rest.partition(mark)[0]
+    server, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{server.rpartition('@')[2]}{slash}{path}"
 
 
 def one_line(text: object) -> str:

@@ -13,14 +13,14 @@ from typing import Any
 
 from configs.dotted import dotted_settings
 from configs.schema import Config
+from printable import IN_A_URL, SECRET_NAMES, public_url
 
 # The content of these settings is not ours: any text in them may hold a key.
 FREE_KEYS = ("env.options", "environments", "endpoint.body", "actors.workers")
-SECRET = re.compile("key|token|secret|passw|auth|credential|cookie|header|pin", re.IGNORECASE)
+SECRET = re.compile(SECRET_NAMES, re.IGNORECASE)
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 SPACE = re.compile(r"(\s+)")
 HIDDEN = "(not shown)"
-IN_A_URL = "://"
 
 
 def shown_settings(config: Config) -> dict[str, Any]:
@@ -93,14 +93,4 @@ def _without_password(value: Any) -> Any:
         return [_without_password(each) for each in value]
     if not isinstance(value, str) or IN_A_URL not in value:
         return value
-    return "".join(_short_url(word) for word in SPACE.split(value))
-
-
-def _short_url(word: str) -> str:
-    scheme, separator, rest = word.partition(IN_A_URL)
-    if not separator:
-        return word
-    for mark in "?#":
-        rest = rest.partition(mark)[0]
-    server, slash, path = rest.partition("/")
-    return f"{scheme}{separator}{server.rpartition('@')[2]}{slash}{path}"
+    return "".join(map(public_url, SPACE.split(value)))

@@ -30,6 +30,7 @@ from store import (
     RunLayout,
     digest_of_open,
     find_sources,
+    group_uids,
     has_directory,
     limited_memory,
     local_directory,
@@ -45,29 +46,32 @@ CHATS_OF_TABLE = 256  # whose rows are made into one table
 CHARACTERS_OF_DIGEST = 16  # in the name of a file's contents
 
 
-def check_sources(config: Config, console: Console, *, base: Path | None = None) -> None:
+def check_sources(config: Config, console: Console, *, forked: RunLayout | None = None) -> None:
     """Check that the sources exist, select groups and fit the model, before a run is made.
 
-    `base` is the model of a run without `model.path`, by default that of the first source. Raises
+    `forked` is the run that it is a fork of, whose groups and base policy it has. Raises
     ConfigError, StoreError.
     """
     from learner import check_train_on  # here: it loads torch
 
     check_train_on(config.offline.train_on)
     with limited_memory(_places(config)):
-        _check_each(config, console, base=base)
+        _check_each(config, console, forked=forked)
 
 
-def _check_each(config: Config, console: Console, *, base: Path | None) -> None:
+def _check_each(config: Config, console: Console, *, forked: RunLayout | None) -> None:
     """Read what the sources say about themselves, and compare it with the config."""
     _check_logprobs(config)
+    base, known = None, frozenset[bytes]()
+    if forked is not None:
+        base, known = base_of_run(forked), group_uids(forked)
     if only_chats(config) and not config.model.path and base is None:
         with chat_texts(config) as texts:
             for _ in texts:  # the model whose template they are written with is not made
                 pass
         return
     sources = _sources(config, console, model_path=lambda: _model_path(config, base))
-    find_sources(sources, order=config.offline.order)
+    find_sources(sources, order=config.offline.order, known=known)
     _compare_tokens(config, console, model_path=_model_path(config, base))
 
 

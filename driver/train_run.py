@@ -113,6 +113,9 @@ def settings_to_fork(source: str, overrides: Sequence[str], *, trusts: bool) -> 
     if trusts:
         trust(resume.parse_fork(source)[0])
     config = _checked(resume.load_fork(source, overrides))
+    if trusts:
+        for played in offline_sources.source_runs(config):
+            trust(played)
     if not RunLayout.exists(Path(config.run_dir)):
         run, learner_step = resume.source_of_fork(source)
         check_fork(run, Path(config.run_dir), learner_step=learner_step)
@@ -225,19 +228,12 @@ def _check_new_sources(config: Config, console: Console, *, fork_of: str) -> Non
     """
     if not config.source or RunLayout.exists(Path(config.run_dir)):
         return
-    base = None
+    forked = None
     if fork_of:
-        forked = RunLayout.open(resume.parse_fork(fork_of)[0])
+        forked, _ = resume.source_of_fork(fork_of)
         if resume.load(forked.root, []).source:
             return
-        for run in offline_sources.source_runs(config):
-            if forked.info.wrote(RunLayout.open(run).info.run_id):
-                raise ConfigError(
-                    f"source={run} is the run that is forked, or one before it; leave it out: the "
-                    "fork has its groups"
-                )
-        base = offline_sources.base_of_run(forked)
-    offline_sources.check_sources(config, console, base=base)
+    offline_sources.check_sources(config, console, forked=forked)
 
 
 def _train_to_the_end(config: Config, screen: Screen) -> None:

@@ -52,6 +52,7 @@ from .exchange.bring import has_begun as has_begun
 from .exchange.bring import is_brought as is_brought
 from .exchange.bring import is_uri as is_uri
 from .exchange.bring import run_at as run_at
+from .exchange.catalog_cut import group_uids as group_uids
 from .exchange.dataset_export import export_selection as export_selection
 from .exchange.dataset_export import live_files as live_files
 from .exchange.dataset_export import trajectories_where as trajectories_where

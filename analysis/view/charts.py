@@ -25,6 +25,7 @@ from bokeh.models import (
     FactorRange,
     HoverTool,
     NumeralTickFormatter,
+    PlainText,
     Range1d,
     WheelZoomTool,
 )
@@ -347,7 +348,7 @@ def new_figure(
     drawn.xgrid.grid_line_color = None
     drawn.ygrid.grid_line_color = GRID
     drawn.ygrid.grid_line_alpha = 0.25
-    drawn.xaxis.axis_label = plain(x)
+    drawn.xaxis.axis_label = PlainText(text=plain(x))  # $$...$$ would be drawn as TeX
     if is_fraction:
         drawn.y_range = Range1d(start=-0.02, end=1.04)
     if x_range is None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from bounded_json import MAX_VALUES, read_value
 from envs.adapters.common import SEEDS, adapter_options, close_soon, seeded_tasks
 from envs.base import Observation, Task, Transition
-from printable import REASON_CHARACTERS, one_line
+from printable import REASON_CHARACTERS, one_line, public_url
 
 if TYPE_CHECKING:
     import aiohttp
@@ -41,7 +41,7 @@ class OpenEnvEnv:
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
         given = adapter_options("openenv", options, OPTIONS)
-        return seeded_tasks("openenv", split, given, name=str(given["url"]))
+        return seeded_tasks("openenv", split, given, name=public_url(str(given["url"])))
 
     async def reset(self, task: Task) -> Observation:
         if self._session is None:

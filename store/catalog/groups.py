@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import count
 from operator import itemgetter
 
+from printable import without_secrets
 from store.catalog.records import (
     HELDOUT,
     IMPORTED,
@@ -227,7 +228,8 @@ def give_up(tx: Transaction, group_uid: bytes, *, worker: str, state: str, reaso
         raise StoreError(
             f"a group cannot be given up as {state!r}; use 'open', 'stale' or 'abandoned'"
         )
-    reason = valid_text(reason)  # it may quote a text of an environment or a program
+    # It may quote a text of an environment or a program, or the URL that was asked.
+    reason = without_secrets(valid_text(reason))
     changed = tx.run(
         """UPDATE grp SET state = iif(:state = 'open' AND n_members > 0, 'stale', :state),
                           reason = :reason, lease_worker = NULL, lease_until_us = NULL

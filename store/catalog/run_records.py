@@ -7,6 +7,7 @@ import math
 import sqlite3
 from collections.abc import Mapping, Sequence
 
+from printable import without_secrets
 from store.catalog.records import WHY_UNFINISHED, CheckpointRecord, Unfinished, VersionRecord
 from store.catalog.transaction import Transaction, columns_of
 from store.errors import StoreError
@@ -149,7 +150,9 @@ def heartbeats(tx: Transaction, waiting_on: Mapping[str, str | None]) -> None:
     tx.run(
         """INSERT OR REPLACE INTO component (name, waiting_on, beat_us)
            SELECT key, value, :now_us FROM json_each(:waiting_on)""",
-        waiting_on=json.dumps(dict(waiting_on)),
+        waiting_on=json.dumps(
+            {name: what and without_secrets(what) for name, what in waiting_on.items()}
+        ),
         now_us=tx.now_us,
     )
     tx.touch("component")

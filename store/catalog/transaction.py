@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from printable import without_secrets
 from store.hashing import valid_text
 
 Given = ParamSpec("Given")
@@ -64,7 +65,8 @@ class Transaction:
             at_us=self.now_us,
             component=component,
             what=valid_text(what),
-            detail=valid_text(detail),  # an error may quote what a program or a server wrote
+            # An error may quote what a program or a server wrote, or the URL that was asked.
+            detail=without_secrets(valid_text(detail)),
         )
         self.touch("events")
 

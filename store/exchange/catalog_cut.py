@@ -2,6 +2,7 @@
 
     find_checkpoint(source, catalog, learner_step=40)           # or say which there are
     version = copy_until(source, layout, learner_step=40)       # into the catalog of `layout`
+    group_uids(source)                                          # that no source of a fork may have
 
 Later groups, versions and numbers are not in the copy. Claimed groups are available again.
 """
@@ -79,6 +80,12 @@ def lsn_of(source: RunLayout) -> int:
             f"or gigpo rebuild {source.root}"
         )
     return row[0]
+
+
+def group_uids(source: RunLayout) -> frozenset[bytes]:
+    """Return the uids of all groups of a run, of which a fork has those until its checkpoint."""
+    with opened_read_only(source) as catalog:
+        return frozenset(row[0] for row in catalog.execute("SELECT group_uid FROM grp"))
 
 
 def copy_until(source: RunLayout, layout: RunLayout, *, learner_step: int) -> int:

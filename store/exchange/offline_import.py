@@ -14,7 +14,7 @@ nothing left to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -172,15 +172,23 @@ def take_sources(
     return taken
 
 
-def find_sources(sources: Sequence[OfflineSource], *, order: str) -> None:
+def find_sources(
+    sources: Sequence[OfflineSource], *, order: str, known: Collection[bytes] = ()
+) -> None:
     """Raise the errors that `take_sources` raises before it takes anything.
 
     All rows of datasets and chats are looked at. Those of runs are when they are imported; until
-    then their views say which members a group has.
+    then their views say which members a group has. `known` are uids of groups that the run will
+    have already, as a fork does.
     """
     with ExitStack() as opened:
         selections = [_select(source, opened) for source in sources]
-        in_order(selections, order=order)
+        chosen = in_order(selections, order=order)
+        if twice := sorted(set(chosen).intersection(known)):
+            raise StoreError(
+                f"group {uid_text(twice[0])} is in the sources and in the run that is forked, and "
+                f"so are {len(twice) - 1} more; export only groups that this run does not have"
+            )
         for selection in selections:
             name = _name(selection.source, selection.run_id)
             for table in _rows(selection) if selection.is_dataset else ():

@@ -12,9 +12,10 @@ import pytest
 import configs
 import store
 from configs import ConfigError
-from driver import resume, train_run
+from driver import offline_sources, resume, train_run
 from driver.screen import Screen
-from store import RunLayout, StoreError
+from store import Catalog, RunLayout, StoreError, export, write_open_sql
+from store.exchange.dataset_export import export_selection
 from tests.runs.test_run import rows
 from tests.support.fault_runs import ROOT, untrained_model
 from tests.support.killed_runs import (
@@ -24,6 +25,7 @@ from tests.support.killed_runs import (
     staleness_violations,
     trained_twice,
 )
+from tests.support.store_samples import open_train_group, play
 
 
 @pytest.fixture
@@ -107,9 +109,30 @@ def test_the_new_sources_of_a_fork_are_checked_before_it_is_made(
     monkeypatch.setattr(train_run, "with_model", lambda config, _: config)
     with pytest.raises(ConfigError, match="has chats that nobody sampled, so they have no log-pro"):
         train_run.train(config, Screen.quiet(), fork_of=fork_of)
-    itself = resume.load_fork(fork_of, [f"run_dir={tmp_path / 'b'}", f"source={source}"])
-    with pytest.raises(ConfigError, match="is the run that is forked, or one before it; leave it"):
-        train_run.train(itself, Screen.quiet(), fork_of=fork_of)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("is_dataset", [False, True])
+def test_a_fork_takes_no_groups_of_its_own_run_from_a_source(
+    source: Path, is_dataset: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the fork was made, refused to import them, and could never go on."""
+    layout = RunLayout.open(source)
+    with Catalog.open(layout) as catalog:
+        write_open_sql(layout, macros=(), max_staleness=4)
+        play(layout, catalog, open_train_group(catalog, None))
+        export(catalog, layout)
+    given = str(source)
+    if is_dataset:
+        given = str(tmp_path / "dataset")
+        export_selection(source, Path(given), where=None, as_of=None)
+    fork_of = f"{source}@4"
+    config = resume.load_fork(fork_of, [f"run_dir={tmp_path / 'b'}", f"source={given}"])
+    config = replace(config, model=replace(config.model, path=str(tmp_path)))
+    monkeypatch.setattr(train_run, "with_model", lambda config, _: config)
+    monkeypatch.setattr(offline_sources, "_check_logprobs", lambda _: None)
+    with pytest.raises(StoreError, match="is in the sources and in the run that is forked"):
+        train_run.train(config, Screen.quiet(), fork_of=fork_of)
     assert not (tmp_path / "b").exists()
 
 

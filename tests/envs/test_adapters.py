@@ -368,6 +368,14 @@ def test_what_cannot_be_adapted_is_said_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_the_password_of_an_openenv_server_is_in_no_task_id() -> None:
+    """The attack: reports, pages and datasets showed it, as a task's id."""
+    url = "http://ann:pa55@host:8000/env?key=5ecret#top"
+    options = {**SEEDED["openenv"], "url": url, **SEEDS}
+    ids = [task.id for task in environment_class("openenv").tasks("train", options)]
+    assert ids and all(name.startswith("openenv-http://host:8000/env-train-") for name in ids)
+
+
 def test_an_openenv_server_leads_its_client_to_no_other_server() -> None:
     """The attack: a redirect made a worker send a GET to a machine that only it could reach."""
     visited: list[str] = []

@@ -27,7 +27,15 @@ from configs import Config
 from driver.progress import Progress, said_with_spinner
 from driver.screen import shown_in
 from gigpo import PUBLISHED_SETTINGS, advantages_macro
-from printable import one_line, plain_console, printable, printable_json, shell_word
+from printable import (
+    one_line,
+    plain_console,
+    printable,
+    printable_json,
+    public_url,
+    shell_word,
+    without_secrets,
+)
 from store import Catalog, Group, RunLayout, VersionRecord, export, write_open_sql, write_segment
 from store.maintenance.finding import Finding
 from tests.support.store_samples import make_step, make_trajectory
@@ -328,3 +336,42 @@ def test_what_hides_text_is_shown_and_stays_the_same_json() -> None:
     assert printable(hidden).startswith("run\\u200b\\x7f\\U000e006f")
     shown = printable_json(json.dumps(hidden, ensure_ascii=False))
     assert shown.isascii() and shown.isprintable() and json.loads(shown) == hidden
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("the server at http://ann:pa55@host/x answered", "the server at http://host/x answered"),
+        ("http://ann:p@ss@host:8000", "http://host:8000"),
+        ("s3://bucket/run?region=x&rm", "s3://bucket/run?region=x&rm"),
+        ("'http://host/?a=1&API-Key=abc&b=2'", "'http://host/?a=1&API-Key=...&b=2'"),
+        ("http://host/?access_token=abc.", "http://host/?access_token=..."),
+        ("ann@host wrote http://host/@tag", "ann@host wrote http://host/@tag"),
+    ],
+)
+def test_a_url_in_a_text_is_shown_without_its_secrets(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
+
+
+def test_a_url_is_shown_without_login_and_query() -> None:
+    assert public_url("http://ann:pa55@host/x?n=1#top") == "http://host/x"
+    assert public_url("no url?") == "no url?"
+
+
+def test_no_event_and_no_reason_has_the_password_of_a_url(tmp_path: Path) -> None:
+    """The attack: a retrieval server's URL was in an event, and so in report.html."""
+    url = "http://ann:pa55@host/retrieve?key=5ecret"
+    layout = RunLayout.create(tmp_path / "run", config_yaml="")
+    with Catalog.open(layout) as catalog:
+        write_open_sql(layout, macros=(), max_staleness=4)
+        catalog.log(component="w0", what="episode failed", detail=f"the server at {url} is gone")
+        catalog.heartbeats({"w0": f"a reply of {url}"})
+        group = catalog.open_group(
+            ordinal=0, task_id="t", split="train", size=1, evaluated_version=None
+        )
+        catalog.lease_open_group(worker="w0", lease_s=60.0)
+        catalog.give_up(group.group_uid, worker="w0", state="abandoned", reason=f"{url} is gone")
+        export(catalog, layout)
+    for path in layout.root.rglob("*"):
+        if path.is_file():
+            assert not re.search(b"pa55|5ecret", path.read_bytes()), path

@@ -19,6 +19,7 @@ from bokeh.models import (
     DatetimeTickFormatter,
     HoverTool,
     OpenURL,
+    PlainText,
     Range1d,
     TapTool,
 )
@@ -301,7 +302,7 @@ def _label_lanes(drawn: Any, lanes: Sequence[str]) -> None:
     drawn.y_range = Range1d(start=-BELOW_LANES, end=len(lanes))
     drawn.yaxis.ticker = middles
     drawn.yaxis.major_label_overrides = {
-        at: plain(name, at_most=16) for at, name in zip(middles, lanes, strict=True)
+        at: PlainText(text=plain(name, at_most=16)) for at, name in zip(middles, lanes, strict=True)
     }
     drawn.xaxis.ticker = DatetimeTicker(desired_num_ticks=4)
     drawn.xaxis.formatter = DatetimeTickFormatter(
