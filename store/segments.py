@@ -253,7 +253,7 @@ def read_segment(
             f"on disk; restore it from a backup, or set it aside: gigpo fsck --repair {layout.root}"
         )
     table = decode(data, path=path, columns=columns, is_own=is_own)
-    if sum(trajectory.n_steps for trajectory in meta.trajectories) < meta.n_steps:
+    if sum(trajectory.n_steps for trajectory in meta.trajectories) != meta.n_steps:
         uids = pa.array([trajectory.traj_uid for trajectory in meta.trajectories], UID_TYPE)
         table = table.filter(pc.is_in(table["traj_uid"], value_set=uids))
     return table

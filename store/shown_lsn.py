@@ -2,7 +2,6 @@
 
 note_shown(layout, token=token, lsn=40)   # before the storage gets a manifest with lsn 40
 lsn = shown_lsn(layout)                   # a catalog that is behind it is an older copy
-paths = shown_segments(layout)            # files that are surely committed
 """
 
 from __future__ import annotations
@@ -57,24 +56,6 @@ def shown_lsn(layout: RunLayout, *, by_others: bool = False) -> int:
         noted = 0 if token is None else _noted(layout, token)
     counted = [_lsn_of(data, layout, by_others=by_others) for data in shown if data is not None]
     return max([*counted, noted])
-
-
-def shown_segments(layout: RunLayout) -> frozenset[str]:
-    """Return the segments that the newest manifest names, which are committed. Paths from the root.
-
-    Raises UnavailableError.
-    """
-    found = [_manifest_here(layout)]
-    if layout.info.storage_uri is not None:
-        found.append(_manifest_there(layout))
-    shown: dict[int, tuple[str, ...]] = {}
-    for data in found:
-        with suppress(ValueError):  # export and fsck report the damage
-            content = json_values.parse_object(data or b"")
-            if content.get("run_id") == layout.info.run_id:
-                paths = json_values.texts(content, "segments")
-                shown[json_values.integer(content, "lsn")] = paths
-    return frozenset(shown[max(shown)] if shown else ())
 
 
 def _manifest_here(layout: RunLayout) -> bytes | None:

@@ -61,13 +61,15 @@ def recover(
     *,
     groups: Sequence[FoundGroup],
     files: Sequence[FoundFile],
+    best: Mapping[bytes, str],
     unread: Sequence[str],
     versions: Mapping[int, str],
 ) -> Recovered:
-    """Bring the backup up to what is on disk: `files` in order of preference, version -> path.
+    """Bring the backup up to what is on disk: `files`, and version -> path.
 
-    `unread` are segment ids of other files on disk, which the backup knows. Batches stay claimed:
-    a learner that starts rolls them back, and counts their groups.
+    `best` has the segment that each trajectory of the files is taken from. `unread` are segment ids
+    of other files on disk, which the backup knows. Batches stay claimed: a learner that starts
+    rolls them back, and counts their groups.
     """
     for group in groups:
         # Workers play open groups. The members of an imported group come from another run.
@@ -83,7 +85,7 @@ def recover(
         if file.meta.segment_id in known:
             _correct_figures(tx, file.meta)
         else:
-            _adopt(tx, file, on_disk=on_disk, counts=counts)
+            _adopt(tx, file, best=best, on_disk=on_disk, counts=counts)
     for version, path in versions.items():
         made = {"digest": "unknown", "epoch": 0, "published_us": tx.now_us, "lsn": tx.lsn}
         tx.insert("version", version=version, path=path, **made)
@@ -92,8 +94,15 @@ def recover(
     return Recovered(completed=n_open - tx.value(count_open), imported=n_imported, **counts)
 
 
-def _adopt(tx: Transaction, file: FoundFile, *, on_disk: set[str], counts: dict[str, int]) -> None:
-    """Count the file's trajectories that no other file on disk holds."""
+def _adopt(
+    tx: Transaction,
+    file: FoundFile,
+    *,
+    best: Mapping[bytes, str],
+    on_disk: set[str],
+    counts: dict[str, int],
+) -> None:
+    """Count the file's trajectories that are taken from it, and from no file that is known."""
     segment_id = file.meta.segment_id
     new: list[TrajectoryMeta] = []
     moved: list[TrajectoryMeta] = []
@@ -103,8 +112,11 @@ def _adopt(tx: Transaction, file: FoundFile, *, on_disk: set[str], counts: dict[
             "SELECT segment_id FROM trajectory WHERE traj_uid = :traj_uid",
             traj_uid=trajectory.traj_uid,
         )
-        if row is not None:
-            (others if row["segment_id"] in on_disk else moved).append(trajectory)
+        is_known = row is not None and row["segment_id"] in on_disk
+        if is_known or best[trajectory.traj_uid] != segment_id:
+            others.append(trajectory)
+        elif row is not None:
+            moved.append(trajectory)
         elif _belongs(tx, trajectory):
             new.append(trajectory)
         else:
@@ -115,11 +127,13 @@ def _adopt(tx: Transaction, file: FoundFile, *, on_disk: set[str], counts: dict[
     insert_segment(tx, file.meta, epoch=file.epoch, level=file.level)
     insert_trajectories(tx, new, segment_id=segment_id)
     for trajectory in moved:
+        _lose_other_attempt(tx, trajectory)
         tx.run(
             "UPDATE trajectory SET segment_id = :segment_id WHERE traj_uid = :traj_uid",
             segment_id=segment_id,
             traj_uid=trajectory.traj_uid,
         )
+    _correct_figures(tx, file.meta)
     for trajectory in others:
         tx.insert("duplicate", segment_id=segment_id, traj_uid=trajectory.traj_uid)
     for group_uid in dict.fromkeys(trajectory.group_uid for trajectory in new):
@@ -133,6 +147,19 @@ def _adopt(tx: Transaction, file: FoundFile, *, on_disk: set[str], counts: dict[
 def _belongs(tx: Transaction, trajectory: TrajectoryMeta) -> bool:
     group = tx.row("SELECT size FROM grp WHERE group_uid = :g", g=trajectory.group_uid)
     return group is not None and is_member(trajectory, size=group["size"])
+
+
+def _lose_other_attempt(tx: Transaction, trajectory: TrajectoryMeta) -> None:
+    """List a known trajectory as lost if another attempt takes its place.
+
+    What the backup says of its values and results is of the attempt that is gone.
+    """
+    row = tx.row("SELECT * FROM trajectory WHERE traj_uid = :uid", uid=trajectory.traj_uid)
+    if row is None or TrajectoryMeta.of_row(row) == trajectory:
+        return
+    names = ("traj_uid", "group_uid", "member", "segment_id")
+    lost = {name: row[name] for name in names}
+    tx.insert("lost_trajectory", **lost, reason="it was played again", lsn=tx.lsn)
 
 
 def _correct_figures(tx: Transaction, meta: SegmentMeta) -> None:

@@ -15,7 +15,8 @@ from contextlib import closing
 
 from store.catalog.catalog_files import make_catalog_file
 from store.catalog.connection import check_pages, opened_read_only
-from store.catalog.groups import recompute
+from store.catalog.groups import recompute, recompute_if_full
+from store.catalog.log_check import FROM_OPEN_EVENTS
 from store.catalog.missing_members import open_incomplete
 from store.catalog.schema_check import SCHEMA
 from store.catalog.transaction import Transaction
@@ -25,11 +26,19 @@ from store.layout import RunLayout
 from store.remote_directory import has_directory
 from store.run_names import CHECKPOINT_PATH, checked_name
 
+# Trajectories that were committed later. Those that were lost and came back are not among them, if
+# their group had all members, and the checkpoint's version or an earlier one sampled them.
+LATER = """lsn > :cut AND NOT (
+    traj_uid IN (SELECT traj_uid FROM lost_trajectory WHERE lsn > :cut)
+    AND (SELECT (source IS NOT NULL OR trajectory.version_max <= :version) AND 'open' <> (
+             SELECT state FROM group_state s WHERE s.group_uid = g.group_uid AND s.lsn <= :cut
+             ORDER BY seq DESC LIMIT 1)
+         FROM grp g WHERE g.group_uid = trajectory.group_uid) IS TRUE)"""
 # Go back to the lsn :cut. The order matters: files outlive their rows.
 CUT = (
-    """INSERT OR IGNORE INTO duplicate (segment_id, traj_uid)
-           SELECT segment_id, traj_uid FROM trajectory WHERE lsn > :cut""",
-    "DELETE FROM trajectory WHERE lsn > :cut",
+    f"""INSERT OR IGNORE INTO duplicate (segment_id, traj_uid)
+            SELECT segment_id, traj_uid FROM trajectory WHERE {LATER}""",
+    f"DELETE FROM trajectory WHERE {LATER}",
     "DELETE FROM critic_value WHERE lsn > :cut",
     """DELETE FROM batch_group
            WHERE batch_id IN (SELECT batch_id FROM batch WHERE claimed_lsn > :cut)""",
@@ -59,6 +68,8 @@ CUT = (
     "DELETE FROM metric WHERE lsn > :cut",
     "DELETE FROM event WHERE lsn > :cut",
     "DELETE FROM component",
+    # The files of the fork are those that its catalog names.
+    f"DELETE FROM event WHERE event_id IN (SELECT event_id {FROM_OPEN_EVENTS})",
     """DELETE FROM segment WHERE lsn > :cut
            AND segment_id NOT IN (SELECT segment_id FROM trajectory)
            AND segment_id NOT IN (SELECT segment_id FROM lost_trajectory)""",
@@ -100,7 +111,7 @@ def copy_until(source: RunLayout, layout: RunLayout, *, learner_step: int) -> in
         copy.row_factory = sqlite3.Row
         copy.create_function("now_us", 0, now_us)
         checkpoint = find_checkpoint(source, copy, learner_step=learner_step)
-        changed_groups = _cut(copy, lsn=checkpoint["lsn"], run_id=layout.info.run_id)
+        changed_groups = _cut(copy, checkpoint=checkpoint, run_id=layout.info.run_id)
         copy.executescript(SCHEMA)  # the triggers again
         where = f"of {source.root} at learner step {learner_step}"
         copy.execute("BEGIN IMMEDIATE")
@@ -113,8 +124,8 @@ def copy_until(source: RunLayout, layout: RunLayout, *, learner_step: int) -> in
     return int(checkpoint["version"])
 
 
-def _cut(catalog: sqlite3.Connection, *, lsn: int, run_id: str) -> tuple[bytes, ...]:
-    """Take the catalog back to `lsn`, as the run `run_id`. Its triggers are dropped.
+def _cut(catalog: sqlite3.Connection, *, checkpoint: sqlite3.Row, run_id: str) -> tuple[bytes, ...]:
+    """Take the catalog back to the checkpoint, as the run `run_id`. Its triggers are dropped.
 
     Return the groups that lost trajectories: their sums are not those of their members.
     """
@@ -122,9 +133,10 @@ def _cut(catalog: sqlite3.Connection, *, lsn: int, run_id: str) -> tuple[bytes, 
     query = "SELECT name FROM sqlite_schema WHERE type = 'trigger'"
     for (trigger,) in catalog.execute(query).fetchall():
         catalog.execute(f"DROP TRIGGER {trigger}")  # they keep a ledger from being cut
-    query = "SELECT DISTINCT group_uid FROM trajectory WHERE lsn > ?"
-    changed_groups = tuple(row[0] for row in catalog.execute(query, (lsn,)))
-    values = {"cut": lsn, "run_id": run_id, "now_us": now_us()}
+    cut, version = checkpoint["lsn"], checkpoint["version"]
+    values = {"cut": cut, "version": version, "run_id": run_id, "now_us": now_us()}
+    query = f"SELECT DISTINCT group_uid FROM trajectory WHERE {LATER}"
+    changed_groups = tuple(row[0] for row in catalog.execute(query, values))
     for statement in CUT:
         catalog.execute(statement, values)
     catalog.execute("COMMIT")
@@ -136,8 +148,12 @@ def _recompute(tx: Transaction, group_uids: Sequence[bytes], *, reason: str) -> 
 
     Groups that were complete at the checkpoint are played again if they lost members since.
     """
+    consumed = "SELECT 1 FROM grp WHERE group_uid = :uid AND state IN ('trained', 'filtered')"
     for group_uid in group_uids:
-        recompute(tx, group_uid)
+        if tx.row(consumed, uid=group_uid):  # it keeps the sums that the learner saw
+            recompute_if_full(tx, group_uid)
+        else:
+            recompute(tx, group_uid)
     tx.run(
         "UPDATE grp SET state = 'complete', reason = :reason WHERE state = 'claimed'",
         reason=reason,

@@ -170,9 +170,10 @@ def _fill(
         version = copy_until(source, layout, learner_step=learner_step)
         _link_files(source, layout, learner_step=learner_step, version=version)
     _check_sound(layout, source=source)
-    # Without it a rebuild, or whoever brings the fork, would have no checkpoint, and could not tell
-    # the groups of the other run from imported ones.
-    _back_up(layout)
+    # Without a backup a rebuild, or whoever brings the fork, would have no checkpoint, and could not
+    # tell the groups of the other run from imported ones.
+    if storage_uri is None:
+        _back_up(layout)
     for directory, _, files in os.walk(unfinished):
         for name in (".", *files):
             _bound_rights(Path(directory, name), source=source, layout=layout)
@@ -181,6 +182,7 @@ def _fill(
     if not private:
         give_rights(unfinished, source=source.root, owner=OWNER_MAY)
     if storage_uri is not None:
+        _back_up(layout)
         layout.check_primary()  # else a volume is gone by now, with what was written
         layout.storage.remove(stored_fork_marker(layout.info.run_id))
     (unfinished / FORK_MARKER).unlink()

@@ -96,10 +96,11 @@ def empty_database() -> sqlite3.Connection:
 
 
 def _check_sound(connection: sqlite3.Connection, layout: RunLayout) -> None:
-    found = check_identity(connection, layout) or check_catalog(connection)
-    if found:
+    findings = check_identity(connection, layout) or check_catalog(connection)
+    # A warning is an alarm about the log: a rebuild looks through all files then.
+    if wrong := [one for one in findings if one.severity == "error"]:
         raise FormatError(
             f"{layout.backup}: the copy of the catalog is not sound "
-            f"({found[0].what}: {found[0].subject}: {found[0].detail}); "
+            f"({wrong[0].what}: {wrong[0].subject}: {wrong[0].detail}); "
             f"see gigpo fsck {layout.root}"
         )

@@ -138,7 +138,7 @@ def _check_parts(layout: RunLayout, manifest: Manifest, *, contents: bool) -> li
 def _check_part(layout: RunLayout, path: str, *, n_rows: int) -> list[Finding]:
     """Check that an exported file can be read, and has the rows that the manifest says."""
     try:
-        held = _read_part(layout, path).num_rows
+        held = read_part(layout, path).num_rows
     except UnavailableError as unavailable:
         return [found("export_unavailable", path, str(unavailable))]
     except (pa.ArrowException, OSError, StoreError) as unreadable:
@@ -149,7 +149,7 @@ def _check_part(layout: RunLayout, path: str, *, n_rows: int) -> list[Finding]:
     return []
 
 
-def _read_part(layout: RunLayout, path: str) -> pa.Table:
+def read_part(layout: RunLayout, path: str) -> pa.Table:
     """Read one exported file and check its pages. Raises StoreError and Arrow's errors."""
     data = layout.storage.read(path)
     source = pa.BufferReader(data)
@@ -195,7 +195,7 @@ def _shown_rows(layout: RunLayout, manifest: Manifest, *, name: str) -> pa.Table
     parts = []
     for part in manifest.tables[name]:
         try:
-            parts.append(_read_part(layout, part.path).cast(EXPORTS[name].schema))
+            parts.append(read_part(layout, part.path).cast(EXPORTS[name].schema))
         except MemoryError:  # Arrow's own is one of its exceptions, and says nothing about the file
             raise
         except (ValueError, pa.ArrowException) as problem:  # other columns, or unfit values

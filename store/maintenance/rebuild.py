@@ -44,10 +44,11 @@ from store.maintenance.database_bytes import bytes_of
 from store.maintenance.fsck import NAMES, check
 from store.maintenance.repair import quarantine, repair
 from store.maintenance.segment_rows import LARGEST_NUMBER, Played, open_rows, trajectories
+from store.maintenance.shown_files import shown_files
 from store.reading.manifest import export
 from store.run_names import RUN_JSON, SEGMENT_PATH
 from store.segments import SegmentMeta
-from store.shown_lsn import shown_lsn, shown_segments
+from store.shown_lsn import shown_lsn
 from store.untrusted.file_access import (
     names,
     status,
@@ -79,7 +80,8 @@ class Contents:
     """The readable segment files, in order of preference, and their trajectories."""
 
     files: tuple[FoundFile, ...]
-    played: tuple[Played, ...]
+    best: Mapping[bytes, str]  # traj_uid -> the segment that it is taken from
+    played: Mapping[str, tuple[Played, ...]]  # by path
     rejected: tuple[str, ...]  # one line for each file that was set aside
     unread: tuple[str, ...]  # segment ids of files that the backup knows, and that were not read
 
@@ -175,7 +177,7 @@ def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
     """
     unread: list[str] = []
     files: list[FoundFile] = []
-    played: list[Played] = []
+    played: dict[str, tuple[Played, ...]] = {}
     rejected: dict[str, StoreError] = {}
     of_others: set[str] = set()  # run ids
     n_own = 0  # a fork has segments of the runs before it, too
@@ -198,7 +200,7 @@ def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
             rejected[path] = error
             continue
         files.append(file)
-        played += held
+        played[path] = held
         n_own += is_own
     if of_others and not n_own and not unread:
         # Nothing is moved: it is run.json that is not of this run.
@@ -207,14 +209,15 @@ def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
             f"{name} says run {layout.info.run_id}, and its segments are of run "
             f"{', '.join(sorted(of_others))}; put the right {RUN_JSON} back, with that run_id"
         )
-    # Two attempts at a group have the same uids, and only one was committed. Readers were shown
-    # committed files; what an earlier owner had not committed counted for no later one. A merged
-    # file replaced others, and a larger one holds more that no other file does.
-    shown = shown_segments(layout)
+    # Readers were shown committed files, in the order of their commits. A merged file replaced
+    # others. What an earlier owner had not committed counted for no later one. A larger file holds
+    # more that no other does.
+    shown = shown_files(layout)
     files.sort(
         key=lambda file: (
+            file.meta.path not in shown.places,
             -file.level,
-            file.meta.path not in shown,
+            shown.places.get(file.meta.path, len(shown.places)),
             -file.epoch,
             -file.meta.n_bytes,
             file.meta.path,
@@ -222,8 +225,28 @@ def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
     )
     lines = [f"{error}: moved to {quarantine(layout, path)}" for path, error in rejected.items()]
     return Contents(
-        files=tuple(files), played=tuple(played), rejected=tuple(lines), unread=tuple(unread)
+        files=tuple(files),
+        best=_best(files, excluded=shown.excluded),
+        played=played,
+        rejected=tuple(lines),
+        unread=tuple(unread),
     )
+
+
+def _best(
+    files: Sequence[FoundFile], *, excluded: Collection[tuple[str, bytes]]
+) -> dict[bytes, str]:
+    """Return the segment that each trajectory is taken from: two attempts have the same uid.
+
+    Rows that readers were told not to count are taken only if there are no others.
+    """
+    best: dict[bytes, str] = {}
+    for takes_excluded in (False, True):
+        for file in files:
+            for one in file.meta.trajectories:
+                if ((file.meta.path, one.traj_uid) in excluded) is takes_excluded:
+                    best.setdefault(one.traj_uid, file.meta.segment_id)
+    return best
 
 
 def _read_segment(layout: RunLayout, path: str) -> tuple[FoundFile, tuple[Played, ...], bool]:
@@ -267,14 +290,23 @@ def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Con
     connection.execute("BEGIN IMMEDIATE")
     connection.execute("UPDATE meta SET epoch = ?, lsn = ?, horizon_lsn = ?", (epoch, lsn - 1, lsn))
     tx = Transaction(connection, run_id=layout.info.run_id, epoch=epoch, lsn=lsn, now_us=now_us())
-    groups = _new_groups(tx, contents.played)
+    # Of files that it knows, the backup knows what counts. A fork may have rows in them that the
+    # other run played later.
+    known = {row["path"] for row in tx.rows("SELECT path FROM segment")}
+    played = [one for path, held in contents.played.items() if path not in known for one in held]
+    groups = _new_groups(tx, played)
     query = "SELECT group_uid FROM grp WHERE split = :split"
     foreign = {row["group_uid"] for row in tx.rows(query, split=IMPORTED)}
     foreign |= {group.group_uid for group in groups if group.split == IMPORTED}
-    ours = [one for one in contents.played if one.meta.group_uid not in foreign]
+    ours = [one for one in played if one.meta.group_uid not in foreign]
     versions = _new_versions(tx, layout, played=ours)
     recovered = recover(
-        tx, groups=groups, files=contents.files, unread=contents.unread, versions=versions
+        tx,
+        groups=groups,
+        files=contents.files,
+        best=contents.best,
+        unread=contents.unread,
+        versions=versions,
     )
     connection.execute("UPDATE meta SET lsn = ?", (lsn,))
     for name in tx.touched:
@@ -301,11 +333,7 @@ def _check_numbers(connection: sqlite3.Connection, layout: RunLayout) -> None:
 
 
 def _new_groups(tx: Transaction, played: Sequence[Played]) -> list[FoundGroup]:
-    """Return the groups of the files that the backup does not know.
-
-    The run that this one is a fork of may have played some after the fork, and merged them into one
-    file with earlier ones. So only uids of this very run are tried.
-    """
+    """Return the groups of the files that the backup does not know."""
     known = {row["group_uid"] for row in tx.rows("SELECT group_uid FROM grp")}
     members: dict[bytes, list[Played]] = {}
     for trajectory in played:

@@ -781,7 +781,7 @@ def test_a_trajectory_that_comes_back_is_of_no_version_that_was_never_announced(
         )
         (segment,) = catalog.live_segments()
         (meta,) = catalog.segment_metas([segment.segment_id])
-        rows = read_segments(layout, [meta])
+        rows = read_segments(layout, [meta]).cast(SEGMENT_SCHEMA)
     (layout.root / meta.path).unlink()
     with Catalog.open(layout) as catalog:
         repair(catalog, layout, findings=check(layout, level=CONTENTS))

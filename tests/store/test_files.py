@@ -269,6 +269,16 @@ def test_only_trajectories_that_count_are_read(layout: RunLayout, trajectories: 
     assert read_segment(layout, second_only)["reward"].to_pylist() == [0.0, 1.0]
 
 
+def test_only_trajectories_that_count_are_read_also_if_their_figures_are_wrong(
+    layout: RunLayout, trajectories: list
+) -> None:
+    """The attack: a rebuild kept the steps of a lost attempt, and a batch had other groups' rows."""
+    meta = write_segment(layout, trajectories, worker="w0", epoch=1)
+    first = replace(meta.trajectories[0], n_steps=meta.n_steps + 1)
+    rows = read_segment(layout, replace(meta, trajectories=(first,)))
+    assert set(rows["traj_uid"].to_pylist()) == {first.traj_uid}
+
+
 def test_every_flipped_bit_is_caught(layout: RunLayout, trajectories: list) -> None:
     meta = write_segment(layout, trajectories, worker="w0", epoch=1)
     path = layout.root / meta.path

@@ -307,6 +307,48 @@ def test_a_fork_plays_groups_again_whose_file_a_repair_took_after_the_checkpoint
     assert check(made, level=3) == []
 
 
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_fork_has_the_groups_whose_file_came_back_after_the_checkpoint(
+    run: Life, tmp_path: Path, is_trained: bool
+) -> None:
+    """The attack: the file's rows had a new lsn, so the fork lost them, or could not be made."""
+    play(run.layout, run.catalog, open_train_group(run.catalog, None))
+    run.checkpoint(meanwhile=0)
+    query = """SELECT path FROM trajectory JOIN segment USING (segment_id) JOIN grp USING (group_uid)
+               WHERE state = 'trained' LIMIT 1"""
+    (path,) = ask(run.layout, query if is_trained else query.replace("trained", "complete"))[0]
+    for damage in (True, False):
+        file, away = run.layout.root / path, tmp_path / "away"
+        file.rename(away) if damage else away.rename(file)
+        repair(run.catalog, run.layout, findings=check(run.layout, level=2))
+    export(run.catalog, run.layout)
+    groups = "SELECT state, n_members FROM grp ORDER BY ordinal"
+    before = ask(run.layout, groups)
+    made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
+    write_open_sql(made, macros=(), max_staleness=9)
+    with Catalog.open(made) as forked:
+        export(forked, made)
+    # One that was complete is open in the other run.
+    assert sorted(ask(made, groups)) == sorted(before)
+    members = "SELECT count(*) FROM trajectory"
+    assert ask(made, members) == ask(run.layout, members)
+    assert check(made, level=3) == []
+
+
+def test_a_run_with_an_alarm_about_its_log_can_be_forked_and_has_backups(
+    run: Life, tmp_path: Path
+) -> None:
+    """The attack: it had neither any more, though the alarm may be a false one."""
+    run.catalog.log(component="catalog", what="log damaged", detail="1 commit was not read")
+    run.checkpoint(meanwhile=0)
+    assert run.catalog.back_up()
+    export(run.catalog, run.layout)
+    assert [one.what for one in check(run.layout, level=1)] == ["log_damaged"]
+    made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
+    write_open_sql(made, macros=(), max_staleness=9)
+    assert check(made, level=1) == []
+
+
 def test_a_fork_has_a_backup_so_that_a_rebuild_knows_the_groups_of_the_run_before(
     run: Life, tmp_path: Path
 ) -> None:
@@ -327,9 +369,10 @@ def test_a_rebuild_of_a_fork_takes_no_group_that_the_other_run_played_later(
 ) -> None:
     """The attack: a merged file has them, and they became open or complete groups of the fork."""
     play(run.layout, run.catalog, open_train_group(run.catalog, None))
+    begun = open_train_group(run.catalog, None)
     run.checkpoint(meanwhile=0)
-    for _ in range(3):
-        play(run.layout, run.catalog, open_train_group(run.catalog, None), version=7)
+    for group in begun, *(open_train_group(run.catalog, None) for _ in range(2)):
+        play(run.layout, run.catalog, group, version=7)
     all_files = CompactionPolicy(fan_in=64, max_live_files=1, min_file_bytes=1 << 30)
     assert compact_once(run.catalog, run.layout, policy=all_files, skip=()).merged is not None
     made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
@@ -339,7 +382,7 @@ def test_a_rebuild_of_a_fork_takes_no_group_that_the_other_run_played_later(
     newest = ask(made, version)
     made.catalog.unlink()
     rebuild(made)
-    assert ask(made, query) == before and len(before) == 5
+    assert ask(made, query) == before and len(before) == 6
     assert ask(made, version) == newest == [(2,)]
 
 

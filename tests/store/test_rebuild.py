@@ -38,10 +38,12 @@ from store.exchange.dataset_export import export_selection
 from store.exchange.dataset_import import import_selection
 from store.exchange.fork import fork
 from store.hashing import uid
+from store.maintenance.compact import CompactionPolicy
 from store.maintenance.finding import Finding
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.fsck_catalog import check_catalog
 from store.maintenance.rebuild import rebuild
+from store.maintenance.repair import repair
 from store.maintenance.segment_rows import COLUMNS, NULLABLE
 from store.maintenance.sweep import sweep_retired
 from store.records import to_table
@@ -848,6 +850,86 @@ def test_a_rebuild_takes_the_attempt_that_was_committed(tmp_path: Path, is_shown
     layout.catalog.unlink()
     rebuild(layout)
     assert ask(layout, committed) == before == [(3, "w1"), (3, "w1")]
+
+
+def test_of_two_attempts_that_were_both_committed_the_first_counts(tmp_path: Path) -> None:
+    """The attack: the second had one member more, and replaced committed trajectories."""
+    layout = RunLayout.create(tmp_path / "run", config_yaml="")
+    with crashed(), Catalog.open(layout) as catalog:
+        write_open_sql(layout, macros=(), max_staleness=9)
+        group = open_train_group(catalog, 0, size=3)
+        assert catalog.back_up()
+        for worker, members, n_steps in (("w0", (0, 1), 3), ("w1", (0, 1, 2), 5)):
+            played = [make_trajectory(group, member, n_steps=n_steps) for member in members]
+            segment = write_segment(layout, played, worker=worker, epoch=catalog.epoch)
+            catalog.commit(segment, epoch=catalog.epoch)
+        export(catalog, layout)
+    counted = """SELECT member, t.n_steps, worker
+                 FROM trajectory t JOIN segment USING (segment_id) ORDER BY member"""
+    before = ask(layout, counted)
+    layout.catalog.unlink()
+    rebuild(layout)
+    assert ask(layout, counted) == before == [(0, 3, "w0"), (1, 3, "w0"), (2, 5, "w1")]
+
+
+def test_the_attempt_that_counts_is_taken_before_a_merged_file_that_came_back(
+    layout: RunLayout, tmp_path: Path
+) -> None:
+    """The attack: it has the attempt that was given up, and the next start swept the other file."""
+    with Catalog.open(layout) as catalog:
+        groups = [open_train_group(catalog, None) for _ in range(2)]
+        for group in groups:
+            play(layout, catalog, group)
+        whole = CompactionPolicy(fan_in=64, max_live_files=1, min_file_bytes=1 << 30)
+        result = compact_once(catalog, layout, policy=whole, skip=())
+        assert result is not None and result.merged is not None
+        merged = layout.root / result.merged.path
+        export(catalog, layout)
+    merged.rename(tmp_path / "away")
+    with Catalog.open(layout) as catalog:
+        repair(catalog, layout, findings=check(layout, level=2))
+        again = catalog.lease_open_group(worker="w0", lease_s=60.0)
+        assert again is not None
+        played = [make_trajectory(again, member, n_steps=5) for member in again.missing]
+        segment = write_segment(layout, played, worker="w0", epoch=catalog.epoch)
+        catalog.commit(segment, epoch=catalog.epoch)
+        (tmp_path / "away").rename(merged)
+        repair(catalog, layout, findings=check(layout, level=2))
+        export(catalog, layout)
+    counted = """SELECT traj_uid, t.n_steps, segment_id
+                 FROM trajectory t JOIN segment USING (segment_id) ORDER BY 1"""
+    before = ask(layout, counted)
+    assert segment.segment_id in {segment_id for _, _, segment_id in before}
+    layout.catalog.unlink()
+    layout.backup.unlink()
+    rebuild(layout)
+    assert ask(layout, counted) == before
+
+
+def test_a_trajectory_that_was_played_again_has_the_figures_of_its_new_attempt(
+    tmp_path: Path,
+) -> None:
+    """The attack: a rebuild kept those of the attempt that a repair had set aside."""
+    layout = RunLayout.create(tmp_path / "run", config_yaml="")
+    with Catalog.open(layout) as catalog:
+        write_open_sql(layout, macros=(), max_staleness=9)
+        play(layout, catalog, open_train_group(catalog, 0))
+        assert catalog.back_up()
+    with crashed(), Catalog.open(layout) as catalog:
+        (live,) = catalog.segment_metas([one.segment_id for one in catalog.live_segments()])
+        (layout.root / live.path).unlink()
+        repair(catalog, layout, findings=check(layout, level=2))
+        group = catalog.lease_open_group(worker="w0", lease_s=60.0)
+        assert group is not None
+        again = [make_trajectory(group, member, version=5, n_steps=5) for member in range(2)]
+        segment = write_segment(layout, again, worker="w0", epoch=catalog.epoch)
+        catalog.commit(segment, epoch=catalog.epoch)
+        export(catalog, layout)
+    layout.catalog.unlink()
+    rebuild(layout)
+    assert check(layout, level=CONTENTS) == []
+    query = "SELECT n_members, n_steps, version_min, version_max FROM grp"
+    assert ask(layout, query) == [(2, 10, 5, 6)]
 
 
 @pytest.mark.parametrize("first", [0, 45])  # retention removed the files before
