@@ -309,7 +309,7 @@ def decode(
         if not found.equals(SEGMENT_SCHEMA):
             raise ValueError("it has other columns")
         if is_own:
-            table = file.read(columns=chosen, use_threads=False)
+            table = _all_rows(file, columns=chosen)
         else:
             table = read_table(file, source, n_bytes=data.size, name=path, columns=chosen)
             _check_trajectories(table, n_bytes=data.size)
@@ -318,6 +318,16 @@ def decode(
             f"{path} is not a segment ({one_line(error)}); restore it from a backup"
         ) from error
     return table.select(columns).replace_schema_metadata(None)
+
+
+def _all_rows(file: pq.ParquetFile, *, columns: Sequence[str] | None) -> pa.Table:
+    """Read a file by row groups: Arrow reads no 2 GiB of lists of texts or pixels at once."""
+    if file.num_row_groups <= 1:
+        return file.read(columns=columns, use_threads=False)
+    numbers = range(file.num_row_groups)
+    return pa.concat_tables(
+        [file.read_row_group(number, columns=columns, use_threads=False) for number in numbers]
+    )
 
 
 def _counted_bytes(table: pa.Table) -> int:
@@ -370,15 +380,29 @@ def encode(table: pa.Table, *, metadata: dict[str, str], is_plain: bool = False)
     """
     sink = pa.BufferOutputStream()
     is_small = table.nbytes < SMALL_BYTES
-    rows_of_group = ROW_GROUP_BYTES * table.num_rows // max(1, table.nbytes)
-    pq.write_table(
-        table.replace_schema_metadata({"format": FORMAT, **metadata}),
+    table = table.replace_schema_metadata({"format": FORMAT, **metadata})
+    with pq.ParquetWriter(
         sink,
-        row_group_size=max(1, min(ROW_GROUP_STEPS, rows_of_group)),
+        table.schema,
         compression="none" if is_plain else "lz4" if is_small else "zstd",
         compression_level=None if is_small or is_plain else ZSTD_LEVEL,
         use_dictionary=[] if is_plain else DICTIONARY_COLUMNS,
         column_encoding=SPLIT_COLUMNS,
         write_page_checksum=True,
-    )
+    ) as writer:
+        for rows in _row_groups(table):
+            writer.write_table(rows, row_group_size=len(rows))
     return sink.getvalue()
+
+
+def _row_groups(table: pa.Table) -> Iterator[pa.Table]:
+    """Divide a table into row groups. A few long rows beside many short ones are divided again."""
+    n_rows = ROW_GROUP_BYTES * table.num_rows // max(1, table.nbytes)
+    n_rows = max(1, min(ROW_GROUP_STEPS, n_rows))
+    for start in range(0, table.num_rows, n_rows):
+        rows = table.slice(start, n_rows)
+        yield from _row_groups(rows) if _is_skewed(rows) else (rows,)
+
+
+def _is_skewed(rows: pa.Table) -> bool:
+    return rows.num_rows > 1 and rows.nbytes > 2 * ROW_GROUP_BYTES

@@ -170,8 +170,8 @@ def _fill(
         version = copy_until(source, layout, learner_step=learner_step)
         _link_files(source, layout, learner_step=learner_step, version=version)
     _check_sound(layout, source=source)
-    # Without a backup a rebuild, or whoever brings the fork, would have no checkpoint, and could not
-    # tell the groups of the other run from imported ones.
+    # Without a backup a rebuild, or whoever brings the fork, would have no checkpoint, and could
+    # not tell the groups of the other run from imported ones.
     if storage_uri is None:
         _back_up(layout)
     for directory, _, files in os.walk(unfinished):

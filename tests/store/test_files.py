@@ -395,6 +395,27 @@ def test_large_trajectories_are_divided_into_segments_that_can_be_read(
     assert list(in_segments([])) == []
 
 
+def test_long_rows_beside_many_short_ones_are_row_groups_of_their_own(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the long rows of a dataset were one row group, which nothing could read."""
+    monkeypatch.setattr("store.segments.ROW_GROUP_BYTES", 4_000)
+    group = Group.imported(group_uid=b"g" * 16, task_id="t", size=1)
+    made = make_trajectory(group, 0, n_steps=60)
+    steps = tuple(
+        replace(step, action_text="x" * (10_000 if 20 <= at < 24 else 1))
+        for at, step in enumerate(made.steps)
+    )
+    played = replace(made, steps=steps)
+    meta = write_segment(layout, [played], worker="w0", epoch=1)
+    file = pq.ParquetFile(layout.root / meta.path)
+    groups = [file.read_row_group(number) for number in range(file.num_row_groups)]
+    long = [rows for rows in groups if "x" * 10_000 in rows["action_text"].to_pylist()]
+    assert len(long) == 4 and all(len(rows) == 1 for rows in long)
+    for is_own in (True, False):
+        assert read_segment(layout, meta, is_own=is_own).equals(to_table([played]))
+
+
 def test_the_bytes_of_a_step_are_never_more_than_its_bound(trajectories: list) -> None:
     """Arrow's own count of its texts, tokens and pixels, without offsets."""
     for step in trajectories[0].steps:
