@@ -7,7 +7,7 @@ For maintenance/rebuild.py, on a copy of the backup that nobody owns yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from store.catalog.groups import (
@@ -61,15 +61,15 @@ def recover(
     *,
     groups: Sequence[FoundGroup],
     files: Sequence[FoundFile],
-    best: Mapping[bytes, str],
+    segment_of: Mapping[bytes, str],
     unread: Sequence[str],
     versions: Mapping[int, str],
 ) -> Recovered:
     """Bring the backup up to what is on disk: `files`, and version -> path.
 
-    `best` has the segment that each trajectory of the files is taken from. `unread` are segment ids
-    of other files on disk, which the backup knows. Batches stay claimed: a learner that starts
-    rolls them back, and counts their groups.
+    `segment_of` has the segment that each trajectory is taken from. `unread` are segment ids of
+    other files on disk, which the backup knows. Batches stay claimed: a learner that starts rolls
+    them back, and counts their groups.
     """
     for group in groups:
         # Workers play open groups. The members of an imported group come from another run.
@@ -85,7 +85,7 @@ def recover(
         if file.meta.segment_id in known:
             _correct_figures(tx, file.meta)
         else:
-            _adopt(tx, file, best=best, on_disk=on_disk, counts=counts)
+            _adopt(tx, file, segment_of=segment_of, on_disk=on_disk, counts=counts)
     for version, path in versions.items():
         made = {"digest": "unknown", "epoch": 0, "published_us": tx.now_us, "lsn": tx.lsn}
         tx.insert("version", version=version, path=path, **made)
@@ -98,11 +98,11 @@ def _adopt(
     tx: Transaction,
     file: FoundFile,
     *,
-    best: Mapping[bytes, str],
+    segment_of: Mapping[bytes, str],
     on_disk: set[str],
     counts: dict[str, int],
 ) -> None:
-    """Count the file's trajectories that are taken from it, and from no file that is known."""
+    """Count the trajectories that are taken from this file, which the backup does not know."""
     segment_id = file.meta.segment_id
     new: list[TrajectoryMeta] = []
     moved: list[TrajectoryMeta] = []
@@ -112,8 +112,7 @@ def _adopt(
             "SELECT segment_id FROM trajectory WHERE traj_uid = :traj_uid",
             traj_uid=trajectory.traj_uid,
         )
-        is_known = row is not None and row["segment_id"] in on_disk
-        if is_known or best[trajectory.traj_uid] != segment_id:
+        if segment_of[trajectory.traj_uid] != segment_id:
             others.append(trajectory)
         elif row is not None:
             moved.append(trajectory)
@@ -127,7 +126,7 @@ def _adopt(
     insert_segment(tx, file.meta, epoch=file.epoch, level=file.level)
     insert_trajectories(tx, new, segment_id=segment_id)
     for trajectory in moved:
-        _lose_other_attempt(tx, trajectory)
+        _lose_other_attempt(tx, trajectory, on_disk=on_disk)
         tx.run(
             "UPDATE trajectory SET segment_id = :segment_id WHERE traj_uid = :traj_uid",
             segment_id=segment_id,
@@ -149,21 +148,31 @@ def _belongs(tx: Transaction, trajectory: TrajectoryMeta) -> bool:
     return group is not None and is_member(trajectory, size=group["size"])
 
 
-def _lose_other_attempt(tx: Transaction, trajectory: TrajectoryMeta) -> None:
+def _lose_other_attempt(
+    tx: Transaction, trajectory: TrajectoryMeta, *, on_disk: Collection[str]
+) -> None:
     """List a known trajectory as lost if another attempt takes its place.
 
-    What the backup says of its values and results is of the attempt that is gone.
+    The backup's critic values and results belong to the attempt that is lost. Its rows no longer
+    count, if its file is still there.
     """
     row = tx.row("SELECT * FROM trajectory WHERE traj_uid = :uid", uid=trajectory.traj_uid)
-    if row is None or TrajectoryMeta.of_row(row) == trajectory:
+    assert row is not None, "it is moved"
+    if row["segment_id"] in on_disk:
+        tx.insert("duplicate", segment_id=row["segment_id"], traj_uid=trajectory.traj_uid)
+    if TrajectoryMeta.of_row(row) == trajectory:
         return
     names = ("traj_uid", "group_uid", "member", "segment_id")
     lost = {name: row[name] for name in names}
     tx.insert("lost_trajectory", **lost, reason="it was played again", lsn=tx.lsn)
+    # So that no fork of an earlier checkpoint has it.
+    tx.run(
+        "UPDATE trajectory SET lsn = :lsn WHERE traj_uid = :uid", lsn=tx.lsn, uid=row["traj_uid"]
+    )
 
 
 def _correct_figures(tx: Transaction, meta: SegmentMeta) -> None:
-    """Set the figures of a known file's trajectories to those of its rows."""
+    """Set the figures of a file's trajectories to those of its rows."""
     names = [name for name in TrajectoryMeta.__slots__ if name not in ("traj_uid", "member")]
     columns, values_of = ", ".join(names), ", ".join(f":{name}" for name in names)
     changed = []

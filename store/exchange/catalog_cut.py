@@ -148,9 +148,11 @@ def _recompute(tx: Transaction, group_uids: Sequence[bytes], *, reason: str) -> 
 
     Groups that were complete at the checkpoint are played again if they lost members since.
     """
-    consumed = "SELECT 1 FROM grp WHERE group_uid = :uid AND state IN ('trained', 'filtered')"
+    consumed = """SELECT 1 FROM grp WHERE group_uid = :uid AND (state IN ('trained', 'filtered')
+        OR split = 'heldout' AND state = 'complete' AND evaluated_version IN (
+            SELECT policy_version FROM metric WHERE name = 'heldout/success'))"""
     for group_uid in group_uids:
-        if tx.row(consumed, uid=group_uid):  # it keeps the sums that the learner saw
+        if tx.row(consumed, uid=group_uid):  # it keeps the sums that were taken from it
             recompute_if_full(tx, group_uid)
         else:
             recompute(tx, group_uid)

@@ -44,7 +44,7 @@ from store.maintenance.database_bytes import bytes_of
 from store.maintenance.fsck import NAMES, check
 from store.maintenance.repair import quarantine, repair
 from store.maintenance.segment_rows import LARGEST_NUMBER, Played, open_rows, trajectories
-from store.maintenance.shown_files import shown_files
+from store.maintenance.shown_files import ShownFiles, shown_files
 from store.reading.manifest import export
 from store.run_names import RUN_JSON, SEGMENT_PATH
 from store.segments import SegmentMeta
@@ -80,7 +80,7 @@ class Contents:
     """The readable segment files, in order of preference, and their trajectories."""
 
     files: tuple[FoundFile, ...]
-    best: Mapping[bytes, str]  # traj_uid -> the segment that it is taken from
+    shown: ShownFiles
     played: Mapping[str, tuple[Played, ...]]  # by path
     rejected: tuple[str, ...]  # one line for each file that was set aside
     unread: tuple[str, ...]  # segment ids of files that the backup knows, and that were not read
@@ -215,9 +215,9 @@ def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
     shown = shown_files(layout)
     files.sort(
         key=lambda file: (
-            file.meta.path not in shown.places,
+            file.meta.path not in shown.commit_order,
             -file.level,
-            shown.places.get(file.meta.path, len(shown.places)),
+            shown.commit_order.get(file.meta.path, len(shown.commit_order)),
             -file.epoch,
             -file.meta.n_bytes,
             file.meta.path,
@@ -226,27 +226,37 @@ def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
     lines = [f"{error}: moved to {quarantine(layout, path)}" for path, error in rejected.items()]
     return Contents(
         files=tuple(files),
-        best=_best(files, excluded=shown.excluded),
+        shown=shown,
         played=played,
         rejected=tuple(lines),
         unread=tuple(unread),
     )
 
 
-def _best(
-    files: Sequence[FoundFile], *, excluded: Collection[tuple[str, bytes]]
-) -> dict[bytes, str]:
+def _segment_of(tx: Transaction, contents: Contents) -> dict[bytes, str]:
     """Return the segment that each trajectory is taken from: two attempts have the same uid.
 
-    Rows that readers were told not to count are taken only if there are no others.
+    The backup knows which rows of its files count. Then come the new files, in their order. Rows
+    that readers were told not to count are taken only if there are no others.
     """
-    best: dict[bytes, str] = {}
-    for takes_excluded in (False, True):
-        for file in files:
-            for one in file.meta.trajectories:
-                if ((file.meta.path, one.traj_uid) in excluded) is takes_excluded:
-                    best.setdefault(one.traj_uid, file.meta.segment_id)
-    return best
+    excluded = contents.shown.excluded
+    segment_of: dict[bytes, str] = {}
+    excluded_of: dict[bytes, str] = {}
+
+    def take(traj_uid: bytes, path: str, segment_id: str) -> None:
+        takes = excluded_of if (path, traj_uid) in excluded else segment_of
+        takes.setdefault(traj_uid, segment_id)
+
+    on_disk = {*contents.unread, *(file.meta.segment_id for file in contents.files)}
+    query = "SELECT traj_uid, path, segment_id FROM trajectory JOIN segment USING (segment_id)"
+    for row in tx.rows(query):
+        if row["segment_id"] in on_disk:
+            take(**row)
+    known = {row["segment_id"] for row in tx.rows("SELECT segment_id FROM segment")}
+    for meta in (file.meta for file in contents.files if file.meta.segment_id not in known):
+        for one in meta.trajectories:
+            take(one.traj_uid, meta.path, meta.segment_id)
+    return excluded_of | segment_of
 
 
 def _read_segment(layout: RunLayout, path: str) -> tuple[FoundFile, tuple[Played, ...], bool]:
@@ -304,7 +314,7 @@ def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Con
         tx,
         groups=groups,
         files=contents.files,
-        best=contents.best,
+        segment_of=_segment_of(tx, contents),
         unread=contents.unread,
         versions=versions,
     )

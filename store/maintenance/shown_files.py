@@ -1,8 +1,8 @@
-"""What the newest manifest says of files, for a rebuild: they are committed.
+"""Read from the newest manifest which files are committed, and which of their rows do not count.
 
 shown = shown_files(layout)
-shown.places["segments/w0/5540.parquet"]             # files come in the order of their commits
-("segments/w1/634d.parquet", traj_uid) in shown.excluded    # rows that do not count
+shown.commit_order["segments/w0/5540.parquet"]              # 3: after three others
+("segments/w1/634d.parquet", traj_uid) in shown.excluded    # this row does not count
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from store.maintenance.fsck_exports import read_part
 from store.reading.manifest import Manifest, parse_manifest, read_manifest
 from store.run_names import MANIFEST
 from store.storage import read_or_none
-from store.untrusted.file_access import MAX_MANIFEST_BYTES
+from store.untrusted.file_access import MAX_MANIFEST_BYTES, names, read_bytes
 
-EXCLUDED = "excluded"  # the table
+EXCLUDED = "excluded"  # name of the exported table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownFiles:
     """The live files of the newest manifest; nothing where it is gone or damaged."""
 
-    places: Mapping[str, int]  # by path
+    commit_order: Mapping[str, int]  # by path
     excluded: Collection[tuple[str, bytes]]  # path and traj_uid of rows that do not count
 
 
@@ -36,7 +36,7 @@ def shown_files(layout: RunLayout) -> ShownFiles:
     """Return what readers were shown last. Raises UnavailableError."""
     found = [one for one in _manifests(layout) if one.run_id == layout.info.run_id]
     if not found:
-        return ShownFiles(places={}, excluded=())
+        return ShownFiles(commit_order={}, excluded=())
     newest = max(found, key=lambda one: one.lsn)
     excluded: set[tuple[str, bytes]] = set()
     try:
@@ -48,17 +48,26 @@ def shown_files(layout: RunLayout) -> ShownFiles:
         raise
     except (pa.ArrowException, KeyError, OSError, StoreError):  # fsck reports the damage
         excluded.clear()
-    places = {path: place for place, path in enumerate(newest.segments)}
-    return ShownFiles(places=places, excluded=excluded)
+    commit_order = {path: number for number, path in enumerate(newest.segments)}
+    return ShownFiles(commit_order=commit_order, excluded=excluded)
 
 
 def _manifests(layout: RunLayout) -> list[Manifest]:
-    """Return the manifest here and that of the storage, as far as they are whole."""
+    """Return the manifests here and in the storage, as far as they are whole.
+
+    A rebuild that was killed may have moved the one here to quarantine/.
+    """
     found: list[Manifest | None] = []
     with suppress(StoreError, OSError):
         found.append(read_manifest(layout))
+    for name in names(layout.quarantine, root=layout.root):
+        if name.startswith("manifest."):
+            with suppress(StoreError, OSError):
+                path = layout.quarantine / name
+                data = read_bytes(path, root=layout.root, at_most=MAX_MANIFEST_BYTES)
+                found.append(parse_manifest(data, name=name))
     if layout.info.storage_uri is not None:
-        data = read_or_none(layout.storage, MANIFEST, at_most=MAX_MANIFEST_BYTES)
+        stored = read_or_none(layout.storage, MANIFEST, at_most=MAX_MANIFEST_BYTES)
         with suppress(StoreError):
-            found.append(None if data is None else parse_manifest(data, name=MANIFEST))
+            found.append(None if stored is None else parse_manifest(stored, name=MANIFEST))
     return [one for one in found if one is not None]

@@ -852,8 +852,14 @@ def test_a_rebuild_takes_the_attempt_that_was_committed(tmp_path: Path, is_shown
     assert ask(layout, committed) == before == [(3, "w1"), (3, "w1")]
 
 
-def test_of_two_attempts_that_were_both_committed_the_first_counts(tmp_path: Path) -> None:
-    """The attack: the second had one member more, and replaced committed trajectories."""
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_of_two_attempts_that_were_both_committed_the_first_counts(
+    tmp_path: Path, is_killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the second had one member more, and replaced committed trajectories.
+
+    A rebuild that was killed had moved the manifest, which tells.
+    """
     layout = RunLayout.create(tmp_path / "run", config_yaml="")
     with crashed(), Catalog.open(layout) as catalog:
         write_open_sql(layout, macros=(), max_staleness=9)
@@ -868,12 +874,19 @@ def test_of_two_attempts_that_were_both_committed_the_first_counts(tmp_path: Pat
                  FROM trajectory t JOIN segment USING (segment_id) ORDER BY member"""
     before = ask(layout, counted)
     layout.catalog.unlink()
+    if is_killed:
+        with monkeypatch.context() as patch:
+            patch.setattr(rebuild_module, "replace_atomically", lambda *_, first, **__: first())
+            with pytest.raises(StoreError):  # the new catalog has no name yet
+                rebuild(layout)
+        assert not layout.manifest.exists()
     rebuild(layout)
     assert ask(layout, counted) == before == [(0, 3, "w0"), (1, 3, "w0"), (2, 5, "w1")]
 
 
+@pytest.mark.parametrize("has_backup", [False, True])
 def test_the_attempt_that_counts_is_taken_before_a_merged_file_that_came_back(
-    layout: RunLayout, tmp_path: Path
+    layout: RunLayout, tmp_path: Path, has_backup: bool
 ) -> None:
     """The attack: it has the attempt that was given up, and the next start swept the other file."""
     with Catalog.open(layout) as catalog:
@@ -885,6 +898,8 @@ def test_the_attempt_that_counts_is_taken_before_a_merged_file_that_came_back(
         assert result is not None and result.merged is not None
         merged = layout.root / result.merged.path
         export(catalog, layout)
+        assert catalog.back_up()
+    shutil.copy(layout.backup, tmp_path / "backup")
     merged.rename(tmp_path / "away")
     with Catalog.open(layout) as catalog:
         repair(catalog, layout, findings=check(layout, level=2))
@@ -902,8 +917,12 @@ def test_the_attempt_that_counts_is_taken_before_a_merged_file_that_came_back(
     assert segment.segment_id in {segment_id for _, _, segment_id in before}
     layout.catalog.unlink()
     layout.backup.unlink()
+    if has_backup:  # from before the file was away
+        shutil.copy(tmp_path / "backup", layout.backup)
     rebuild(layout)
-    assert ask(layout, counted) == before
+    after = ask(layout, counted)
+    assert [row[:2] for row in after] == [row[:2] for row in before]
+    assert segment.segment_id in {segment_id for _, _, segment_id in after}
 
 
 def test_a_trajectory_that_was_played_again_has_the_figures_of_its_new_attempt(
