@@ -3,9 +3,11 @@
     MAX_REWARD                   # size of a reward and of a task_score, as stored
     MAX_SEED                     # size of a task's seed
     MAX_CHARACTERS["task_id"]    # length of a text, by its column
+    MAX_EPISODE_BYTES            # of texts, tokens and pixels
 
 A row beyond them is refused where it is made or imported. Once stored it would come back at every
-start. This module imports nothing of the project, so that every package may import it.
+start. An episode with more bytes is truncated. This module imports nothing of the project, so that
+every package may import it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ MAX_SEED: Final = 2**63 - 1  # int64
 MAX_NAME_CHARACTERS: Final = 4096
 # All texts of an observation together. Each step stays in memory until its episode is written.
 MAX_OBSERVATION_CHARACTERS: Final = 64 * 2**20
-# Of its images together.
+# Bytes of all images of one observation.
 MAX_PIXEL_BYTES: Final = 2**28
 # An episode is truncated at the step with which it has as many bytes of texts, tokens and pixels.
 # Arrow keeps 2 GiB of them in one column of a file, and an episode is never divided.

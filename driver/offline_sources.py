@@ -62,9 +62,10 @@ def check_sources(config: Config, console: Console, *, forked: RunLayout | None 
 def _check_each(config: Config, console: Console, *, forked: RunLayout | None) -> None:
     """Read what the sources say about themselves, and compare it with the config."""
     _check_logprobs(config)
-    base, known = None, frozenset[bytes]()
+    base: Path | None = None
+    known: frozenset[bytes] = frozenset()
     if forked is not None:
-        base, known = base_of_run(forked), group_uids(forked)
+        base, known = _base_of_run(forked), group_uids(forked)
     if only_chats(config) and not config.model.path and base is None:
         with chat_texts(config) as texts:
             for _ in texts:  # the model whose template they are written with is not made
@@ -296,10 +297,10 @@ def _base_of(text: str) -> Path | None:
     Returns None if it is no run, has none, or is a stranger's run.
     """
     layout = _run_of(text)
-    return None if layout is None else base_of_run(layout)
+    return None if layout is None else _base_of_run(layout)
 
 
-def base_of_run(layout: RunLayout) -> Path | None:
+def _base_of_run(layout: RunLayout) -> Path | None:
     """Return the base policy of a run, None if it has none, or is a stranger's."""
     # its files are read by transformers, which would follow a link out of the run
     layout.check_no_links()

@@ -167,7 +167,10 @@ class Recording:
             self.mark_cut_off(why)
             raise _episode_over(why)
         if self._progress.is_full:
-            why = f"the episode has had {MAX_EPISODE_BYTES} bytes of texts and tokens"
+            why = (
+                f"the episode has had {MAX_EPISODE_BYTES} bytes of texts and tokens; send shorter "
+                "messages, or fewer"
+            )
             self.mark_cut_off(why)
             raise _episode_over(why)
 

@@ -1,6 +1,8 @@
 """Adopt files and groups that a backup of the catalog does not know: functions of one transaction.
 
-    recover(tx, groups=groups, files=files, unread=(), versions=versions)
+    recover(
+        tx, groups=groups, files=files, segment_of={uid: "5540"}, unread=(), versions=versions
+    )
 
 For maintenance/rebuild.py, on a copy of the backup that nobody owns yet.
 """

@@ -178,21 +178,18 @@ def _refuse_new_members(
         group = tx.row(of_group, group_uid=one.group_uid)
         if group is None:
             continue
-        is_lost = tx.row(of_lost, traj_uid=one.traj_uid, group_uid=one.group_uid) is not None
+        fault = ""
+        if tx.row(of_lost, traj_uid=one.traj_uid, group_uid=one.group_uid) is None:
+            fault = "is none that it lost"
         # The versions of an offline group are those of the run that played it.
-        is_of_future = group["split"] != IMPORTED and one.version_max > newest
-        is_of_task = group["task_id"] == task_ids[one.group_uid]
-        if not is_lost or is_of_future or not is_of_task:
-            why = (
-                "is none that it lost"
-                if not is_lost
-                else f"is of a version after its newest, {newest}"
-                if is_of_future
-                else f"is of another task than its {group['task_id']!a:.200}"
-            )
+        elif group["split"] != IMPORTED and one.version_max > newest:
+            fault = f"is of a version after its newest, {newest}"
+        elif group["task_id"] != task_ids[one.group_uid]:
+            fault = f"is of another task than its {group['task_id']!a:.200}"
+        if fault:
             raise StoreError(
                 f"group {uid_text(one.group_uid)} was opened in this very run, or is trained on in "
-                f"it, and trajectory {uid_text(one.traj_uid)} {why}; put the newest "
+                f"it, and trajectory {uid_text(one.traj_uid)} {fault}; put the newest "
                 "catalog back if this one is an older copy, or export only groups that this run "
                 "does not have"
             )

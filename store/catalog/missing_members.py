@@ -9,7 +9,7 @@ from __future__ import annotations
 from store.catalog.groups import abandon_incomplete_offline, recompute, reopen
 from store.catalog.transaction import Transaction
 
-# Of these the learner needs the rows. The result of a held-out group is its sums, which stay.
+# The learner still needs the rows of these groups. The result of a held-out group is its sums.
 _WANTED = """(split = 'train' AND state IN ('open', 'complete', 'claimed')
     OR source IS NOT NULL AND state = 'complete')"""
 _MEMBERS_OF_DROPPED_FILES = f"""
@@ -18,8 +18,8 @@ _MEMBERS_OF_DROPPED_FILES = f"""
     WHERE s.retired_lsn IS NOT NULL AND {_WANTED}"""
 
 
-def open_incomplete(tx: Transaction, *, why: str) -> int:
-    """Open all training groups that are still to be consumed and lack members. Count them.
+def open_incomplete(tx: Transaction, *, why: str) -> None:
+    """Open all training groups that are still to be consumed and lack members.
 
     Members in files that retention dropped are listed as lost. Incomplete offline groups are
     abandoned: this run cannot play them.
@@ -43,4 +43,3 @@ def open_incomplete(tx: Transaction, *, why: str) -> int:
         else:
             reason = f"to be played again: members were lost before {why}"
             reopen(tx, row["group_uid"], reason=reason)
-    return len(incomplete)

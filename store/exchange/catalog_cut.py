@@ -2,7 +2,7 @@
 
     find_checkpoint(source, catalog, learner_step=40)           # or say which there are
     version = copy_until(source, layout, learner_step=40)       # into the catalog of `layout`
-    group_uids(source)                                          # that no source of a fork may have
+    group_uids(source)                                          # which no source of a fork may have
 
 Later groups, versions and numbers are not in the copy. Claimed groups are available again.
 """
@@ -26,14 +26,14 @@ from store.layout import RunLayout
 from store.remote_directory import has_directory
 from store.run_names import CHECKPOINT_PATH, checked_name
 
-# Trajectories that were committed later. Those that were lost and came back are not among them, if
-# their group had all members, and the checkpoint's version or an earlier one sampled them.
-LATER = """lsn > :cut AND NOT (
-    traj_uid IN (SELECT traj_uid FROM lost_trajectory WHERE lsn > :cut)
+# A trajectory that was lost after the checkpoint and came back: its group had all members then, and
+# the checkpoint's version or an earlier one sampled it.
+CAME_BACK = """traj_uid IN (SELECT traj_uid FROM lost_trajectory WHERE lsn > :cut)
     AND (SELECT (source IS NOT NULL OR trajectory.version_max <= :version) AND 'open' <> (
              SELECT state FROM group_state s WHERE s.group_uid = g.group_uid AND s.lsn <= :cut
              ORDER BY seq DESC LIMIT 1)
-         FROM grp g WHERE g.group_uid = trajectory.group_uid) IS TRUE)"""
+         FROM grp g WHERE g.group_uid = trajectory.group_uid)"""
+LATER = f"lsn > :cut AND ({CAME_BACK}) IS NOT TRUE"
 # Go back to the lsn :cut. The order matters: files outlive their rows.
 CUT = (
     f"""INSERT OR IGNORE INTO duplicate (segment_id, traj_uid)
@@ -117,7 +117,7 @@ def copy_until(source: RunLayout, layout: RunLayout, *, learner_step: int) -> in
         copy.execute("BEGIN IMMEDIATE")
         lsn, epoch = copy.execute("SELECT lsn + 1, epoch FROM meta").fetchone()
         tx = Transaction(copy, run_id=layout.info.run_id, epoch=epoch, lsn=lsn, now_us=now_us())
-        _recompute(tx, changed_groups, reason=f"fork {where}")
+        _restore_groups(tx, changed_groups, reason=f"fork {where}")
         detail = f"{where}, run {source.info.run_id}, version {checkpoint['version']}"
         _record_fork(tx, detail=detail)
         copy.execute("COMMIT")
@@ -143,15 +143,15 @@ def _cut(catalog: sqlite3.Connection, *, checkpoint: sqlite3.Row, run_id: str) -
     return changed_groups
 
 
-def _recompute(tx: Transaction, group_uids: Sequence[bytes], *, reason: str) -> None:
-    """Correct the sums of these groups, and make every claimed group available.
+def _restore_groups(tx: Transaction, changed: Sequence[bytes], *, reason: str) -> None:
+    """Correct the sums of changed groups, and make every claimed group available.
 
     Groups that were complete at the checkpoint are played again if they lost members since.
     """
     consumed = """SELECT 1 FROM grp WHERE group_uid = :uid AND (state IN ('trained', 'filtered')
         OR split = 'heldout' AND state = 'complete' AND evaluated_version IN (
             SELECT policy_version FROM metric WHERE name = 'heldout/success'))"""
-    for group_uid in group_uids:
+    for group_uid in changed:
         if tx.row(consumed, uid=group_uid):  # it keeps the sums that were taken from it
             recompute_if_full(tx, group_uid)
         else:

@@ -181,7 +181,7 @@ def _fill(
         sync_directory(Path(directory), beneath=unfinished)
     if not private:
         give_rights(unfinished, source=source.root, owner=OWNER_MAY)
-    if storage_uri is not None:
+    if storage_uri is not None:  # last: whoever finds it there may bring the fork
         _back_up(layout)
         layout.check_primary()  # else a volume is gone by now, with what was written
         layout.storage.remove(stored_fork_marker(layout.info.run_id))

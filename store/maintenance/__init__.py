@@ -4,6 +4,7 @@ finding.py        the table of everything that fsck can find
 fsck.py           check a run, with fsck_catalog.py, fsck_segments.py and fsck_exports.py
 segment_rows.py   read one segment file and judge its rows
 repair.py         repair what fsck found
+group_addresses.py  finds which groups of the run files are of, for rebuild.py
 shown_files.py    what readers were shown, which rebuild.py prefers
 backup.py         the backup of the catalog, and rebuild.py, which begins with it
 database_bytes.py  the bytes of a catalog's file, of any size

@@ -18,20 +18,17 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import PurePosixPath
 
 from store.atomic_write import PRIVATE, replace_atomically
-from store.catalog.adopt import FoundFile, FoundGroup, Recovered, recover
+from store.catalog.adopt import FoundFile, Recovered, recover
 from store.catalog.catalog import Catalog
 from store.catalog.connection import raise_if_interrupted
-from store.catalog.groups import uids_of_address
 from store.catalog.ownership import check_owner, take_lock
-from store.catalog.records import HELDOUT, IMPORTED, TRAIN
+from store.catalog.records import IMPORTED
 from store.catalog.schema_check import LARGEST_COUNTER, SCHEMA
 from store.catalog.transaction import Transaction
 from store.clock import now_us
@@ -42,6 +39,7 @@ from store.maintenance.backup import empty_database, read_backup
 from store.maintenance.compact import WORKER as COMPACTED
 from store.maintenance.database_bytes import bytes_of
 from store.maintenance.fsck import NAMES, check
+from store.maintenance.group_addresses import new_groups
 from store.maintenance.repair import quarantine, repair
 from store.maintenance.segment_rows import LARGEST_NUMBER, Played, open_rows, trajectories
 from store.maintenance.shown_files import ShownFiles, shown_files
@@ -57,14 +55,8 @@ from store.untrusted.file_access import (
 COMPONENT = "rebuild"
 EPOCHS_WITHOUT_TRACE = 1_000  # owners since the backup that committed nothing; their workers too
 LSNS_WITHOUT_TRACE = 1_000_000  # transactions since the backup that readers may have been shown
-ORDINALS_TRIED = 100_000  # beyond the largest known one: groups opened since the backup
-ROUNDS_TRIED = 1_000  # policy versions beyond the newest known one that may have been evaluated
-ADDRESSES_TRIED = 10_000_000  # before groups count as imported; it takes about half a minute
-ROUNDS_BEFORE = 100  # the version that played a held-out group: those evaluated with newer weights
 LARGEST_COUNT = LARGEST_NUMBER + 1  # no run counts its groups or versions that far
 WEIGHTS_NAME = re.compile(r"v(\d{6,18})")
-
-Address = tuple[str, int, int | None]  # a group's split, ordinal and evaluation round
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,7 +296,7 @@ def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Con
     # other run played later.
     known = {row["path"] for row in tx.rows("SELECT path FROM segment")}
     played = [one for path, held in contents.played.items() if path not in known for one in held]
-    groups = _new_groups(tx, played)
+    groups = new_groups(tx, played)
     query = "SELECT group_uid FROM grp WHERE split = :split"
     foreign = {row["group_uid"] for row in tx.rows(query, split=IMPORTED)}
     foreign |= {group.group_uid for group in groups if group.split == IMPORTED}
@@ -340,112 +332,6 @@ def _check_numbers(connection: sqlite3.Connection, layout: RunLayout) -> None:
                 f"{layout.backup} counts to {column} {largest}, as no run does; remove it, then "
                 "rebuild again from the segments alone"
             )
-
-
-def _new_groups(tx: Transaction, played: Sequence[Played]) -> list[FoundGroup]:
-    """Return the groups of the files that the backup does not know."""
-    known = {row["group_uid"] for row in tx.rows("SELECT group_uid FROM grp")}
-    members: dict[bytes, list[Played]] = {}
-    for trajectory in played:
-        if trajectory.meta.group_uid not in known:
-            members.setdefault(trajectory.meta.group_uid, []).append(trajectory)
-    addresses = dict(_addresses(tx, members))
-    sizes = {split: _usual_size(tx, split=split, members=members) for split in (TRAIN, HELDOUT)}
-    query = "SELECT coalesce(max(ordinal), -1) + 1 AS n FROM grp WHERE split = :split"
-    n_imported = tx.rows(query, split=IMPORTED)[0]["n"]
-    found = []
-    for group_uid, held in members.items():
-        # A uid that this run never makes was imported. Only the members in the files are expected.
-        split, ordinal, round_ = addresses.get(group_uid, (IMPORTED, n_imported, None))
-        n_imported += split == IMPORTED
-        largest = max(trajectory.meta.member for trajectory in held) + 1
-        found.append(
-            FoundGroup(
-                group_uid=group_uid,
-                split=split,
-                ordinal=ordinal,
-                task_id=held[0].task_id,
-                size=max(largest, sizes.get(split, 0)),
-                evaluated_version=round_,
-            )
-        )
-    return found
-
-
-def _usual_size(tx: Transaction, *, split: str, members: Mapping[bytes, Sequence[Played]]) -> int:
-    """Return the most frequent group size of a split, or the largest in the files."""
-    query = "SELECT size FROM grp WHERE split = :split GROUP BY size ORDER BY count(*) DESC LIMIT 1"
-    row = tx.row(query, split=split)
-    if row is not None:
-        return int(row["size"])
-    held = [trajectory for group in members.values() for trajectory in group]
-    return max((one.meta.member + 1 for one in held if one.split == split), default=1)
-
-
-def _addresses(
-    tx: Transaction, members: Mapping[bytes, Sequence[Played]]
-) -> Iterator[tuple[bytes, Address]]:
-    """Yield the address of each group of this run, by trying: its uid is a hash of the address."""
-    rows = tx.rows("SELECT group_uid FROM grp WHERE split = :split", split=IMPORTED)
-    foreign = {row["group_uid"] for row in rows}
-    foreign |= {group_uid for group_uid, held in members.items() if held[0].split == IMPORTED}
-    left = {group_uid for group_uid, held in members.items() if held[0].split == TRAIN}
-    query = "SELECT coalesce(max(ordinal), 0) AS n FROM grp WHERE split = :split"
-    newest = tx.rows(query, split=TRAIN)[0]["n"]
-    first, end = max(0, newest - ORDINALS_TRIED), newest + ORDINALS_TRIED
-    # Without a backup the newest is not known: go on behind the last that was found. Retention may
-    # have removed the files of any number of groups before the first.
-    n_tried, most = 0, ORDINALS_TRIED if newest else ADDRESSES_TRIED
-    while left and n_tried < most:
-        addresses = ((TRAIN, ordinal, None) for ordinal in range(first, end))
-        found = list(_matched(tx, addresses, left=left, foreign=foreign))
-        yield from found
-        n_tried = 0 if found else n_tried + end - first
-        last = max((ordinal for _, (_, ordinal, _) in found), default=end - 1)
-        first, end = end, last + 1 + ORDINALS_TRIED
-    held_out = {uid: held for uid, held in members.items() if held[0].split == HELDOUT}
-    left = set(held_out)
-    query = "SELECT evaluated_version FROM grp WHERE split = :split"
-    rounds = Counter(row["evaluated_version"] for row in tx.rows(query, split=HELDOUT))
-    newest = tx.rows("SELECT coalesce(max(version), 0) AS n FROM version")[0]["n"]
-    versions = {*rounds, *_around(max([newest, *rounds]), n=ROUNDS_TRIED)}
-    versions.update(row["version"] for row in tx.rows("SELECT version FROM version"))
-    played_by = (one.meta for held in held_out.values() for one in held)
-    for version in {one.version_min for one in played_by}:
-        versions.update(range(max(0, version - ROUNDS_BEFORE), version + 1))
-    first, end = 0, max(2 * max(rounds.values(), default=0), ORDINALS_TRIED // ROUNDS_TRIED)
-    while left:
-        in_rounds = (
-            (HELDOUT, ordinal, version)
-            for version in sorted(versions, reverse=True)
-            for ordinal in range(first, end)
-        )
-        limited = islice(in_rounds, ADDRESSES_TRIED)
-        found = list(_matched(tx, limited, left=left, foreign=foreign))
-        yield from found
-        if not found:
-            break
-        first, end = end, 2 * end
-
-
-def _around(newest: int, *, n: int) -> range:
-    """Return the `n` numbers before `newest` and the `n` from it on. The backup may be forged."""
-    return range(max(0, newest - n), newest + n)
-
-
-def _matched(
-    tx: Transaction, addresses: Iterable[Address], *, left: set[bytes], foreign: Collection[bytes]
-) -> Iterator[tuple[bytes, Address]]:
-    """Yield the groups of `left` that have one of the addresses. `foreign` groups are imported."""
-    for address in addresses if left else ():
-        for group_uid in uids_of_address(tx.run_id, *address):
-            if group_uid in left:
-                left.remove(group_uid)
-                yield group_uid, address
-            if group_uid not in foreign:
-                break
-        if not left:
-            return
 
 
 def _new_versions(

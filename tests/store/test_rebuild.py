@@ -38,6 +38,7 @@ from store.exchange.dataset_export import export_selection
 from store.exchange.dataset_import import import_selection
 from store.exchange.fork import fork
 from store.hashing import uid
+from store.maintenance import group_addresses
 from store.maintenance.compact import CompactionPolicy
 from store.maintenance.finding import Finding
 from store.maintenance.fsck import CONTENTS, check
@@ -768,7 +769,9 @@ def test_a_large_number_in_a_backup_costs_no_search_from_zero(tmp_path: Path) ->
         export(catalog, layout)
     plant_unknown_groups(layout)
     layout.catalog.unlink()
-    with mock.patch("store.maintenance.rebuild.uids_of_address", wraps=uids_of_address) as tried:
+    with mock.patch(
+        "store.maintenance.group_addresses.uids_of_address", wraps=uids_of_address
+    ) as tried:
         rebuild(layout)
     assert states(layout)[2**39 + 1] == "complete"
     assert tried.call_count < 1_000_000
@@ -956,8 +959,8 @@ def test_without_a_backup_groups_are_found_however_many_there_are(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: all groups behind the first 100,000 became imported ones, and were not trained on."""
-    monkeypatch.setattr(rebuild_module, "ORDINALS_TRIED", 10)
-    monkeypatch.setattr(rebuild_module, "ROUNDS_TRIED", 5)
+    monkeypatch.setattr(group_addresses, "ORDINALS_TRIED", 10)
+    monkeypatch.setattr(group_addresses, "ROUNDS_TRIED", 5)
     layout = RunLayout.create(tmp_path / "run", config_yaml="")
     with Catalog.open(layout) as catalog:
         write_open_sql(layout, macros=(), max_staleness=9)
