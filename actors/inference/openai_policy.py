@@ -35,7 +35,7 @@ from model_server import (
     own_headers,
     quoted,
 )
-from printable import UserError, did_you_mean
+from printable import UserError, did_you_mean, public_url
 
 if TYPE_CHECKING:
     import httpx2
@@ -141,7 +141,7 @@ class ChatPolicy:
         _fault.set("")
         try:
             async with asyncio.timeout(self._endpoint.timeout_s), self._gate:
-                with self.waits.on(f"a reply of {self._endpoint.url}"):
+                with self.waits.on(f"a reply of {public_url(self._endpoint.url)}"):
                     await client.post(
                         "/chat/completions", body=body, cast_to=Response, options=self._options
                     )
@@ -204,13 +204,14 @@ class ChatPolicy:
         shown = ", ".join(compared[:MAX_NAMES_SHOWN])
         if len(names) > MAX_NAMES_SHOWN:
             shown += f" and {len(names) - MAX_NAMES_SHOWN} more"
-        return f"; {self._endpoint.url} has {shown}{did_you_mean(self._endpoint.model, compared)}"
+        url = public_url(self._endpoint.url)
+        return f"; {url} has {shown}{did_you_mean(self._endpoint.model, compared)}"
 
     def _failed(self, why: str) -> EndpointFailed:
         if why.startswith(("answered 401", "answered 403")):
             name = self._endpoint.api_key_env or "endpoint.api_key_env=NAME"
             why += f"; is the key in {name} right?"
-        text = f"{self._endpoint.url} {why}"
+        text = f"{public_url(self._endpoint.url)} {why}"
         return EndpointFailed(text.replace(self._key, "***") if self._key else text)
 
 

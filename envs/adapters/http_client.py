@@ -40,7 +40,7 @@ from envs.base import Observation, Task, Transition, task_to_json
 from envs.errors import EnvironmentDied
 from envs.hosting.pending import run_in_thread
 from envs.options import OptionsError, check_options
-from printable import one_line
+from printable import one_line, public_url
 
 if TYPE_CHECKING:
     import aiohttp
@@ -71,7 +71,7 @@ class RemoteEnv:
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
         env = cls(options)
-        server = f"remote environment {env._url}/tasks"
+        server = f"remote environment {public_url(env._url)}/tasks"
         try:
             status, answer = run_in_thread(
                 lambda: asyncio.run(env._list(split)), name="remote tasks", timeout_s=None

@@ -16,7 +16,7 @@ import aiohttp
 from bounded_json import read_value
 from envs.hosting.http_requests import read_bounded
 from envs.search.corpus import Hit, Passage
-from printable import one_line
+from printable import one_line, public_url
 
 REQUEST_TIMEOUT_S = 30.0  # of one answer
 MAX_ANSWER_BYTES = 16 * 2**20  # unpacked; an answer of 1000 passages has a megabyte or two
@@ -41,8 +41,8 @@ async def ask_server(url: str, query: str, *, topk: int) -> list[Hit]:
             pause_s = next(pauses_s, None)
             if pause_s is None:
                 raise ConnectionError(
-                    f"no retrieval server at {url} in {len(PAUSES_S) + 1} attempts over "
-                    f"{sum(PAUSES_S):g} s ({error}); start it: python -P -m envs.search.server "
+                    f"no retrieval server at {public_url(url)} in {len(PAUSES_S) + 1} attempts "
+                    f"over {sum(PAUSES_S):g} s ({error}); start it: python -P -m envs.search.server "
                     "--corpus FILE, or change env.options.retriever"
                 ) from error
             await asyncio.sleep(pause_s)
@@ -50,6 +50,11 @@ async def ask_server(url: str, query: str, *, topk: int) -> list[Hit]:
             hits = _parse_hits(url, answer)
             ANSWERED.add(url)
             return hits
+
+
+def _server(url: str) -> str:
+    """Name the server in an error, which becomes an event: without a password."""
+    return f"the retrieval server at {public_url(url)}"
 
 
 async def _post(url: str, body: dict[str, object]) -> bytes:
@@ -65,18 +70,16 @@ async def _post(url: str, body: dict[str, object]) -> bytes:
             answer = await _read(url, response)
     except TimeoutError:
         raise ConnectionError(  # no TimeoutError: the pool would take it for its own
-            f"the retrieval server at {url} did not answer within {REQUEST_TIMEOUT_S:g} s; it may "
-            "need more cores"
+            f"{_server(url)} did not answer within {REQUEST_TIMEOUT_S:g} s; it may need more cores"
         ) from None
     except aiohttp.ClientResponseError as error:  # what came is no HTTP
         raise ValueError(
-            f"the retrieval server at {url} gave no readable answer: {one_line(error)[:200]}"
+            f"{_server(url)} gave no readable answer: {one_line(error)[:200]}"
         ) from None
     if response.status != 200:
         beginning = " ".join(answer[:200].decode(errors="replace").split())
         raise ValueError(
-            f"the retrieval server at {url} answered {response.status}: {beginning}; its log may "
-            "say why"
+            f"{_server(url)} answered {response.status}: {beginning}; its log may say why"
         )
     return answer
 
@@ -85,9 +88,7 @@ async def _read(url: str, response: aiohttp.ClientResponse) -> bytes:
     try:
         return await read_bounded(response, max_bytes=MAX_ANSWER_BYTES)
     except ValueError as error:
-        raise ValueError(
-            f"the retrieval server at {url} gave no readable answer: {error}"
-        ) from None
+        raise ValueError(f"{_server(url)} gave no readable answer: {error}") from None
 
 
 def _parse_hits(url: str, answer: bytes) -> list[Hit]:
@@ -106,7 +107,7 @@ def _parse_hits(url: str, answer: bytes) -> list[Hit]:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         beginning = answer[:120].decode(errors="replace")
         raise ValueError(
-            f"the retrieval server at {url} answered {beginning!r}, not Search-R1's "
+            f"{_server(url)} answered {beginning!r}, not Search-R1's "
             '{"result": [[{"document": {"contents": ...}, "score": ...}, ...]]}; docs/search.md '
             "has the protocol"
         ) from None

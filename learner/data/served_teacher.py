@@ -30,7 +30,7 @@ from model_server import (
     own_headers,
     quoted,
 )
-from printable import UserError
+from printable import UserError, public_url
 
 REQUESTS = 16  # at once; the server makes batches of them
 ATTEMPTS = 8  # of one request, while the server is busy or starts again: about half a minute
@@ -163,7 +163,7 @@ class ServedTeacher:
         return json_of(response.content)
 
     def _failed(self, why: str) -> TeacherError:
-        return TeacherError(f"loss.teacher={self._url} {why}")
+        return TeacherError(f"loss.teacher={public_url(self._url)} {why}")
 
 
 def _reason(error: openai.OpenAIError) -> str:
