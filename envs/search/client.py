@@ -42,8 +42,8 @@ async def ask_server(url: str, query: str, *, topk: int) -> list[Hit]:
             if pause_s is None:
                 raise ConnectionError(
                     f"no retrieval server at {public_url(url)} in {len(PAUSES_S) + 1} attempts "
-                    f"over {sum(PAUSES_S):g} s ({error}); start it: python -P -m envs.search.server "
-                    "--corpus FILE, or change env.options.retriever"
+                    f"over {sum(PAUSES_S):g} s ({error}); start it: python -P -m "
+                    "envs.search.server --corpus FILE, or change env.options.retriever"
                 ) from error
             await asyncio.sleep(pause_s)
         else:
