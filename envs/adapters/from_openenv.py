@@ -16,6 +16,7 @@ tell whether an episode terminated or was truncated, nor whether an action was u
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from printable import REASON_CHARACTERS, one_line, public_url
 if TYPE_CHECKING:
     import aiohttp
 
+MAX_PINGS = 1000  # while one answer is awaited; servers send one in some seconds
 OPTIONS = ("url", "action_field", "text_field", "objective", "win_at", *SEEDS)
 
 
@@ -53,8 +55,9 @@ class OpenEnvEnv:
             self._session = aiohttp.ClientSession(
                 trace_configs=[trace], cookie_jar=aiohttp.DummyCookieJar()
             )
+            # aiohttp answers pings without letting any other coroutine go on
             self._socket = await self._session.ws_connect(
-                f"{str(self._options['url']).rstrip('/')}/ws"
+                f"{str(self._options['url']).rstrip('/')}/ws", autoping=False
             )
         return self._observe(await self._ask("reset", {"seed": task.seed}))
 
@@ -76,14 +79,26 @@ class OpenEnvEnv:
 
     async def _ask(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:
         await self._socket.send_json({"type": kind, "data": data})
-        message = (await self._socket.receive()).data
-        if not isinstance(message, str):
-            raise RuntimeError("the server ended the session")
-        answer = read_value(message.encode(), most=MAX_VALUES)
+        answer = read_value((await self._receive()).encode(), most=MAX_VALUES)
         if answer["type"] == "error":
             reason = one_line(str(answer["data"]["message"])[:REASON_CHARACTERS])
             raise RuntimeError(f"the server says: {reason}")
         return answer["data"]
+
+    async def _receive(self) -> str:
+        """Return the next text of the server, and answer its pings until then."""
+        import aiohttp
+
+        for _ in range(MAX_PINGS):
+            message = await self._socket.receive()
+            if message.type is aiohttp.WSMsgType.PING:
+                await self._socket.pong(message.data)
+            elif message.type is aiohttp.WSMsgType.TEXT:
+                return str(message.data)
+            elif message.type is not aiohttp.WSMsgType.PONG:
+                raise RuntimeError("the server ended the session")
+            await asyncio.sleep(0)
+        raise RuntimeError(f"the server sent {MAX_PINGS} pings and no answer")
 
     def _observe(self, answer: Mapping[str, Any]) -> Observation:
         field, seen = self._options["text_field"], answer["observation"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -401,3 +403,47 @@ def test_an_openenv_server_leads_its_client_to_no_other_server() -> None:
 
     asyncio.run(play())
     assert not visited
+
+
+@pytest.mark.parametrize("n_pings", [3, None])
+def test_an_openenv_server_that_pings_without_end_costs_one_episode(n_pings: int | None) -> None:
+    """The attack: a worker answered pings for 14 s in one turn, and was taken for hung."""
+    turns = 0
+
+    async def sends_pings(request: web.Request) -> web.StreamResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        with contextlib.suppress(ConnectionError):
+            for number in itertools.count():
+                if number == n_pings:
+                    await socket.send_json({"type": "observation", "data": answered})
+                await socket.ping()
+        return socket
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def play() -> None:
+        app = web.Application()
+        app.router.add_get("/ws", sends_pings)
+        async with TestServer(app) as server:
+            given = {"url": str(server.make_url("/")), "text_field": "text"}
+            env = environment_class("openenv")({**SEEDED["openenv"], **given, **SEEDS})
+            task = Task(id="a", env_name="openenv", split="train", seed=0)
+            counting = asyncio.create_task(count_turns())
+            if n_pings is None:
+                with pytest.raises(RuntimeError, match="the server sent 1000 pings and no answer"):
+                    await env.reset(task)
+                assert turns >= 1000
+            else:
+                assert (await env.reset(task)).text == "seen"
+            counting.cancel()
+            env.close()
+            await asyncio.sleep(0.1)
+
+    answered = {"observation": {"text": "seen"}, "reward": None, "done": False}
+    asyncio.run(play())
