@@ -379,7 +379,8 @@ def encode(table: pa.Table, *, metadata: dict[str, str], is_plain: bool = False)
     If plain, they are neither compressed nor coded: each row takes all its bytes.
     """
     sink = pa.BufferOutputStream()
-    is_small = table.nbytes < SMALL_BYTES
+    n_bytes = table.nbytes
+    is_small = n_bytes < SMALL_BYTES
     table = table.replace_schema_metadata({"format": FORMAT, **metadata})
     with pq.ParquetWriter(
         sink,
@@ -390,19 +391,22 @@ def encode(table: pa.Table, *, metadata: dict[str, str], is_plain: bool = False)
         column_encoding=SPLIT_COLUMNS,
         write_page_checksum=True,
     ) as writer:
-        for rows in _row_groups(table):
+        for rows in _row_groups(table, n_bytes=n_bytes):
             writer.write_table(rows, row_group_size=len(rows))
     return sink.getvalue()
 
 
-def _row_groups(table: pa.Table) -> Iterator[pa.Table]:
-    """Divide a table into row groups. A few long rows beside many short ones are divided again."""
-    n_rows = ROW_GROUP_BYTES * table.num_rows // max(1, table.nbytes)
+def _row_groups(table: pa.Table, *, n_bytes: int) -> Iterator[pa.Table]:
+    """Divide a table into row groups. A few long rows beside many short ones are divided again.
+
+    `n_bytes` are those of the table, which take 0.2 ms to count.
+    """
+    n_rows = ROW_GROUP_BYTES * table.num_rows // max(1, n_bytes)
     n_rows = max(1, min(ROW_GROUP_STEPS, n_rows))
     for start in range(0, table.num_rows, n_rows):
         rows = table.slice(start, n_rows)
-        yield from _row_groups(rows) if _is_skewed(rows) else (rows,)
-
-
-def _is_skewed(rows: pa.Table) -> bool:
-    return rows.num_rows > 1 and rows.nbytes > 2 * ROW_GROUP_BYTES
+        n_bytes_of_rows = rows.nbytes if n_bytes > 2 * ROW_GROUP_BYTES else n_bytes
+        if rows.num_rows > 1 and n_bytes_of_rows > 2 * ROW_GROUP_BYTES:
+            yield from _row_groups(rows, n_bytes=n_bytes_of_rows)
+        else:
+            yield rows
