@@ -46,7 +46,7 @@ HIDDEN = (
 SHOWN_CHARACTERS = 10_000  # of an error
 REASON_CHARACTERS = 300  # of another program's reason in a message of ours
 UNSAFE = re.compile(f"[{OBEYED}{HIDDEN}]")
-# What the name of a setting, or of a part of a URL's query, has in it whose value may be a secret.
+# A setting whose name contains one of these may hold a secret.
 SECRET_NAMES = "key|token|secret|passw|auth|credential|cookie|header|pin"
 IN_A_URL = "://"
 URL_LOGIN = re.compile(r"://[^\s/?#]*@")
@@ -101,8 +101,8 @@ def printable(text: object, *, lines: bool = False) -> str:
 def without_secrets(text: str) -> str:
     """Return the text without the names and passwords of its URLs, nor the queries of web servers.
 
-    For a text of another program. Where a URL is known, quote its `public_url`: this one is found
-    whatever its password has.
+    For texts of other programs. A message of ours quotes `public_url`, which takes out a password
+    with any characters.
 
     >>> without_secrets("http://ann:pa55@host/x?api_key=abc did not answer")
     'http://host/x?... did not answer'

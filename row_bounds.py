@@ -29,15 +29,14 @@ MAX_PIXEL_BYTES: Final = 2**28
 # An episode is truncated at the step with which it has as many bytes of texts, tokens and pixels.
 # Arrow keeps 2 GiB of them in one column of a file, and an episode is never divided.
 MAX_EPISODE_BYTES: Final = 2**29
+# Columns with the texts of observations and actions, which may be long.
+TEXT_COLUMNS: Final = (
+    *("obs_text", "anchor_text", "admissible_actions", "action_text"),
+    *("final_observation", "final_anchor_text", "final_admissible_actions"),
+)
 MAX_CHARACTERS: Final[Mapping[str, int]] = MappingProxyType(
     {
         **dict.fromkeys(("env_name", "task_id", "split", "finish_reason"), MAX_NAME_CHARACTERS),
-        **dict.fromkeys(
-            (
-                *("obs_text", "anchor_text", "admissible_actions", "action_text"),
-                *("final_observation", "final_anchor_text", "final_admissible_actions"),
-            ),
-            MAX_OBSERVATION_CHARACTERS,
-        ),
+        **dict.fromkeys(TEXT_COLUMNS, MAX_OBSERVATION_CHARACTERS),
     }
 )

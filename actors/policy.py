@@ -60,9 +60,8 @@ class ScriptedPolicy:
 
     `encode_answer` turns an action into the response's token ids, end token included, see
     `PromptForm`. The choice among n actions has log-probability log(1/n). It is recorded on the
-    first token; the other tokens get 0, so that the sum is that of the response. A
-    response has at most `max_tokens` tokens, as a model's: an environment may list an action of any
-    length.
+    first token; the other tokens get 0, so that the sum is that of the response. An environment may
+    list an action of any length: a response ends after `max_tokens` tokens, as a model's does.
     """
 
     def __init__(

@@ -180,7 +180,7 @@ def train(config: Config, screen: Screen, *, fork_of: str = "") -> None:
     keep_compiled_code()
     config = with_model(config, console)
     if fork_of:
-        # before it is there: a start after this one would find an existing run
+        # Before the fork exists: the next start would skip the check.
         _check_new_sources(config, console, fork_of=fork_of)
         resume.make_fork(fork_of, config)
     configs.check_model_path(config)
@@ -224,7 +224,7 @@ def _report_file(run: Path, warn: Callable[[str], None]) -> Path | None:
 def _check_new_sources(config: Config, console: Console, *, fork_of: str) -> None:
     """Check the sources of a new run. An existing run has already imported its sources.
 
-    So has a fork of a run that has sources: it keeps them.
+    A fork of a run with sources keeps the groups of these, and imports none.
     """
     if not config.source or RunLayout.exists(Path(config.run_dir)):
         return

@@ -51,8 +51,9 @@ ALLOWED_TRAJECTORIES, UID_BYTES = 1000, 16
 # Readers count at most so many bytes for each byte of a table: 20 for the value of a list, and its
 # 4 in the page.
 COUNTED_AS = 8
-# Of one segment. Arrow reads no lists of texts or pixels beyond 2 GiB at once.
-MAX_ROW_BYTES = 1 << 30
+# Arrow reads no lists of texts or pixels beyond 2 GiB at once. Half of it, because one trajectory
+# may take more: an episode is truncated only after the step with which it is full.
+MAX_SEGMENT_BYTES = 1 << 30
 # Files read at once. Decoding takes the time, and the learner's process has other work.
 MAX_READERS = 8
 # A dictionary helps with repeated text. On token ids it halves the writing speed, and adds a third
@@ -173,7 +174,7 @@ def write_segment(
 
 
 def in_segments(trajectories: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
-    """Divide trajectories into parts of at most MAX_ROW_BYTES, a segment each.
+    """Divide trajectories into parts of at most MAX_SEGMENT_BYTES, a segment each.
 
     One trajectory is never divided. It is truncated at MAX_EPISODE_BYTES.
     """
@@ -181,7 +182,7 @@ def in_segments(trajectories: Sequence[Trajectory]) -> Iterator[list[Trajectory]
     n_bytes = 0
     for trajectory in trajectories:
         more = trajectory.most_bytes
-        if part and n_bytes + more > MAX_ROW_BYTES:
+        if part and n_bytes + more > MAX_SEGMENT_BYTES:
             yield part
             part, n_bytes = [], 0
         part.append(trajectory)
@@ -403,10 +404,10 @@ def _row_groups(table: pa.Table, *, n_bytes: int) -> Iterator[pa.Table]:
     """
     n_rows = ROW_GROUP_BYTES * table.num_rows // max(1, n_bytes)
     n_rows = max(1, min(ROW_GROUP_STEPS, n_rows))
+    is_large = n_bytes > 2 * ROW_GROUP_BYTES  # else none of its parts is
     for start in range(0, table.num_rows, n_rows):
         rows = table.slice(start, n_rows)
-        n_bytes_of_rows = rows.nbytes if n_bytes > 2 * ROW_GROUP_BYTES else n_bytes
-        if rows.num_rows > 1 and n_bytes_of_rows > 2 * ROW_GROUP_BYTES:
-            yield from _row_groups(rows, n_bytes=n_bytes_of_rows)
+        if is_large and rows.num_rows > 1 and rows.nbytes > 2 * ROW_GROUP_BYTES:
+            yield from _row_groups(rows, n_bytes=rows.nbytes)
         else:
             yield rows

@@ -35,8 +35,8 @@ def drop_outdated_manifest(layout: RunLayout) -> None:
     from the storage would stay until this catalog has something new.
     """
     if layout.info.storage_uri is not None:
-        here = _manifest_here(layout)
-        if here is not None and here != _manifest_there(layout):
+        here = manifest_here(layout)
+        if here is not None and here != manifest_there(layout):
             remove(layout.manifest, root=layout.root)
 
 
@@ -48,23 +48,25 @@ def shown_lsn(layout: RunLayout, *, by_others: bool = False) -> int:
     from the storage, and could still write there after the run was brought here. Raises
     UnavailableError.
     """
-    shown = [_manifest_here(layout)]
+    shown = [manifest_here(layout)]
     noted = 0
     if layout.info.storage_uri is not None:
-        shown.append(_manifest_there(layout))
+        shown.append(manifest_there(layout))
         token = primary_directory.token_of(layout.root)
         noted = 0 if token is None else _noted(layout, token)
     counted = [_lsn_of(data, layout, by_others=by_others) for data in shown if data is not None]
     return max([*counted, noted])
 
 
-def _manifest_here(layout: RunLayout) -> bytes | None:
+def manifest_here(layout: RunLayout) -> bytes | None:
+    """Return the owner's copy of the manifest, None if it cannot be read."""
     with suppress(OSError):
         return read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES)
     return None
 
 
-def _manifest_there(layout: RunLayout) -> bytes | None:
+def manifest_there(layout: RunLayout) -> bytes | None:
+    """Return the manifest in the storage, None if it has none. Raises UnavailableError."""
     return read_or_none(layout.storage, MANIFEST, at_most=MAX_MANIFEST_BYTES)
 
 

@@ -73,7 +73,7 @@ def private_directory(prefix: str) -> Iterator[Path]:
         except StoreError:
             place = None
         try:
-            # Of a file that is still mapped NFS leaves a name: `_remove_old` removes it.
+            # NFS keeps a name for a file that is still mapped: `_remove_old` removes it later.
             made = Path(
                 opened.enter_context(
                     TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True)

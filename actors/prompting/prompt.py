@@ -121,7 +121,7 @@ class PromptForm:
     def encode_answer(self, action: str, at_most: int | None = None) -> list[int]:
         """Return the token ids of an answer, end token included.
 
-        If it has more than `at_most`, not all of its characters are looked at.
+        Of one with more than `at_most` only a beginning is returned, which has more than `at_most`.
         """
         text = answer_text(self.template, action, parser=self.config.parser)
         if at_most is not None:

@@ -34,13 +34,9 @@ from learner.data.values import (
 )
 from learner.step_times import LoadTimes, timed
 from printable import UserError, one_line
+from row_bounds import TEXT_COLUMNS
 from store import IMPORTED, WIDE_SCHEMA, uid_text
 
-# Texts are many bytes. Most settings ask for none of them.
-TEXT_COLUMNS = (
-    *("obs_text", "anchor_text", "admissible_actions", "action_text"),
-    *("final_observation", "final_anchor_text", "final_admissible_actions"),
-)
 ADVANTAGE_COLUMNS = {
     "step_return": pa.float64(),
     "episode_advantage": pa.float64(),
@@ -85,7 +81,10 @@ class RowSettings:
 
     @property
     def columns(self) -> list[str]:
-        """Return the columns of WIDE_SCHEMA to read: texts only if something is asked of them."""
+        """Return the columns of WIDE_SCHEMA to read.
+
+        Texts are many bytes, and most settings ask for none of them.
+        """
         asked = TEXT_COLUMNS if self.train_on else columns_read(self.advantages)
         return [name for name in WIDE_SCHEMA.names if name not in TEXT_COLUMNS or name in asked]
 
@@ -98,7 +97,7 @@ class RowSettings:
 class ScoredRows:
     """All rows of a batch with their advantages, and the groups that teach nothing.
 
-    The columns are those of RowSettings plus ADVANTAGE_COLUMNS and, with a critic, value and
+    The columns are `RowSettings.columns` plus ADVANTAGE_COLUMNS and, with a critic, value and
     value_target. An estimator of TOKEN_LEVEL adds lists, a number for each response token:
     token_value, token_advantage and token_value_target.
     """

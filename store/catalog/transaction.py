@@ -57,6 +57,13 @@ class Transaction:
         """Return the first cell of a query that gives one row."""
         return self._connection.execute(sql, parameters).fetchone()[0]
 
+    def change_all(self) -> None:
+        """Make this transaction's lsn the catalog's, at which every table changed."""
+        for name in self.touched:
+            self.run("INSERT OR IGNORE INTO changed (name, lsn) VALUES (:name, 0)", name=name)
+        self.run("UPDATE changed SET lsn = :lsn", lsn=self.lsn)
+        self.run("UPDATE meta SET lsn = :lsn", lsn=self.lsn)
+
     def log(self, *, component: str, what: str, detail: str) -> None:
         """Append a line to the events view."""
         self.insert(

@@ -119,7 +119,8 @@ def copy_until(source: RunLayout, layout: RunLayout, *, learner_step: int) -> in
         tx = Transaction(copy, run_id=layout.info.run_id, epoch=epoch, lsn=lsn, now_us=now_us())
         _restore_groups(tx, changed_groups, reason=f"fork {where}")
         detail = f"{where}, run {source.info.run_id}, version {checkpoint['version']}"
-        _record_fork(tx, detail=detail)
+        tx.log(component="fork", what="forked", detail=detail)
+        tx.change_all()
         copy.execute("COMMIT")
     return int(checkpoint["version"])
 
@@ -167,15 +168,6 @@ def _restore_groups(tx: Transaction, changed: Sequence[bytes], *, reason: str) -
            WHERE split = 'heldout' AND state = 'complete' AND n_members <> size""",
         reason=reason,
     )
-
-
-def _record_fork(tx: Transaction, *, detail: str) -> None:
-    """Log the fork as the catalog's newest lsn, at which every table changed."""
-    tx.log(component="fork", what="forked", detail=detail)
-    for name in tx.touched:
-        tx.run("INSERT OR IGNORE INTO changed (name, lsn) VALUES (:name, 0)", name=name)
-    tx.run("UPDATE changed SET lsn = :lsn", lsn=tx.lsn)
-    tx.run("UPDATE meta SET lsn = :lsn", lsn=tx.lsn)
 
 
 def find_checkpoint(

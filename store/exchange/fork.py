@@ -25,7 +25,7 @@ from store.catalog.connection import (
     opened_read_only,
     raise_if_interrupted,
 )
-from store.errors import StoreError
+from store.errors import FormatError, StoreError
 from store.exchange.catalog_cut import copy_until, find_checkpoint, lsn_of, unreadable
 from store.exchange.run_making import making_alone, removable
 from store.file_rights import (
@@ -37,7 +37,6 @@ from store.file_rights import (
 )
 from store.layout import RunLayout
 from store.maintenance.backup import empty_database, write_backup
-from store.maintenance.fsck import CATALOG, check
 from store.reading.pins import Pin
 from store.remote_directory import copy_directory, has_directory, publish_directory
 from store.run_names import (
@@ -169,11 +168,10 @@ def _fill(
     with closing(Pin(source, lsn_of(source))):
         version = copy_until(source, layout, learner_step=learner_step)
         _link_files(source, layout, learner_step=learner_step, version=version)
-    _check_sound(layout, source=source)
     # Without a backup a rebuild, or whoever brings the fork, would have no checkpoint, and could
     # not tell the groups of the other run from imported ones.
     if storage_uri is None:
-        _back_up(layout)
+        _back_up(layout, source=source)
     for directory, _, files in os.walk(unfinished):
         for name in (".", *files):
             _bound_rights(Path(directory, name), source=source, layout=layout)
@@ -182,30 +180,27 @@ def _fill(
     if not private:
         give_rights(unfinished, source=source.root, owner=OWNER_MAY)
     if storage_uri is not None:  # last: whoever finds it there may bring the fork
-        _back_up(layout)
+        _back_up(layout, source=source)
         layout.check_primary()  # else a volume is gone by now, with what was written
         layout.storage.remove(stored_fork_marker(layout.info.run_id))
     (unfinished / FORK_MARKER).unlink()
     sync_directory(unfinished, beneath=unfinished)
 
 
-def _check_sound(layout: RunLayout, *, source: RunLayout) -> None:
-    """Raise StoreError for a fork whose catalog fsck would call wrong: nothing could mend it."""
-    wrong = [one for one in check(layout, level=CATALOG) if one.severity == "error"]
-    if wrong:
-        raise StoreError(
-            f"the fork would not be sound ({wrong[0].what}: {wrong[0].subject}: "
-            f"{wrong[0].detail}); look at its run: gigpo fsck {source.root}"
-        )
-
-
-def _back_up(layout: RunLayout) -> None:
+def _back_up(layout: RunLayout, *, source: RunLayout) -> None:
+    """Write the fork's backup. Raises StoreError for a catalog that fsck would call wrong."""
     with (
         closing(sqlite3.connect(layout.catalog)) as catalog,
         closing(empty_database()) as copy,
     ):
         catalog.backup(copy)
-        write_backup(copy, layout)
+        try:
+            write_backup(copy, layout)
+        except FormatError as error:
+            why = str(error).partition("; see gigpo fsck")[0]
+            raise StoreError(
+                f"the fork would not be sound: {why}; look at its run: gigpo fsck {source.root}"
+            ) from error
 
 
 def _bound_rights(made: Path, *, source: RunLayout, layout: RunLayout) -> None:

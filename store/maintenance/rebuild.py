@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -73,7 +73,7 @@ class Contents:
 
     files: tuple[FoundFile, ...]
     shown: ShownFiles
-    played: Mapping[str, tuple[Played, ...]]  # by path
+    played: Mapping[str, tuple[Played, ...]]  # by segment id
     rejected: tuple[str, ...]  # one line for each file that was set aside
     unread: tuple[str, ...]  # segment ids of files that the backup knows, and that were not read
 
@@ -192,7 +192,7 @@ def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
             rejected[path] = error
             continue
         files.append(file)
-        played[path] = held
+        played[file.meta.segment_id] = held
         n_own += is_own
     if of_others and not n_own and not unread:
         # Nothing is moved: it is run.json that is not of this run.
@@ -225,11 +225,11 @@ def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
     )
 
 
-def _segment_of(tx: Transaction, contents: Contents) -> dict[bytes, str]:
+def _segment_of(tx: Transaction, contents: Contents, *, known: Collection[str]) -> dict[bytes, str]:
     """Return the segment that each trajectory is taken from: two attempts have the same uid.
 
-    The backup knows which rows of its files count. Then come the new files, in their order. Rows
-    that readers were told not to count are taken only if there are no others.
+    The backup knows which rows of its files, the `known` ones, count. Then come the new files, in
+    their order. Rows that readers were told not to count are taken only if there are no others.
     """
     excluded = contents.shown.excluded
     segment_of: dict[bytes, str] = {}
@@ -244,7 +244,6 @@ def _segment_of(tx: Transaction, contents: Contents) -> dict[bytes, str]:
     for row in tx.rows(query):
         if row["segment_id"] in on_disk:
             take(**row)
-    known = {row["segment_id"] for row in tx.rows("SELECT segment_id FROM segment")}
     for meta in (file.meta for file in contents.files if file.meta.segment_id not in known):
         for one in meta.trajectories:
             take(one.traj_uid, meta.path, meta.segment_id)
@@ -294,8 +293,8 @@ def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Con
     tx = Transaction(connection, run_id=layout.info.run_id, epoch=epoch, lsn=lsn, now_us=now_us())
     # Of files that it knows, the backup knows what counts. A fork may have rows in them that the
     # other run played later.
-    known = {row["path"] for row in tx.rows("SELECT path FROM segment")}
-    played = [one for path, held in contents.played.items() if path not in known for one in held]
+    known = {row["segment_id"] for row in tx.rows("SELECT segment_id FROM segment")}
+    played = [one for name, held in contents.played.items() if name not in known for one in held]
     groups = new_groups(tx, played)
     query = "SELECT group_uid FROM grp WHERE split = :split"
     foreign = {row["group_uid"] for row in tx.rows(query, split=IMPORTED)}
@@ -306,14 +305,11 @@ def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Con
         tx,
         groups=groups,
         files=contents.files,
-        segment_of=_segment_of(tx, contents),
+        segment_of=_segment_of(tx, contents, known=known),
         unread=contents.unread,
         versions=versions,
     )
-    connection.execute("UPDATE meta SET lsn = ?", (lsn,))
-    for name in tx.touched:
-        tx.run("INSERT OR IGNORE INTO changed (name, lsn) VALUES (:name, 0)", name=name)
-    tx.run("UPDATE changed SET lsn = :lsn", lsn=lsn)
+    tx.change_all()
     connection.execute("COMMIT")
     return recovered
 

@@ -16,9 +16,9 @@ import pyarrow as pa
 from store.errors import StoreError, UnavailableError
 from store.layout import RunLayout
 from store.maintenance.fsck_exports import read_part
-from store.reading.manifest import Manifest, parse_manifest, read_manifest
+from store.reading.manifest import Manifest, parse_manifest
 from store.run_names import MANIFEST
-from store.storage import read_or_none
+from store.shown_lsn import manifest_here, manifest_there
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, names, read_bytes
 
 EXCLUDED = "excluded"  # name of the exported table
@@ -57,17 +57,16 @@ def _manifests(layout: RunLayout) -> list[Manifest]:
 
     A rebuild that was killed may have moved the one here to quarantine/.
     """
-    found: list[Manifest | None] = []
-    with suppress(StoreError, OSError):
-        found.append(read_manifest(layout))
+    found = [manifest_here(layout)]
     for name in names(layout.quarantine, root=layout.root):
         if name.startswith("manifest."):
-            with suppress(StoreError, OSError):
+            with suppress(OSError):
                 path = layout.quarantine / name
-                data = read_bytes(path, root=layout.root, at_most=MAX_MANIFEST_BYTES)
-                found.append(parse_manifest(data, name=name))
+                found.append(read_bytes(path, root=layout.root, at_most=MAX_MANIFEST_BYTES))
     if layout.info.storage_uri is not None:
-        stored = read_or_none(layout.storage, MANIFEST, at_most=MAX_MANIFEST_BYTES)
-        with suppress(StoreError):
-            found.append(None if stored is None else parse_manifest(stored, name=MANIFEST))
-    return [one for one in found if one is not None]
+        found.append(manifest_there(layout))
+    manifests = []
+    for data in filter(None, found):
+        with suppress(StoreError):  # fsck reports the damage
+            manifests.append(parse_manifest(data, name=MANIFEST))
+    return manifests

@@ -70,34 +70,38 @@ def signed_texts(run: Path) -> RunTexts | None:
     None if not, and for a run behind a link of another user. Use these bytes, and do not read the
     files again: others may lie there by then. Raises StoreError if others can read the user's key.
     """
-    key = _key()
-    if key is None:
-        return None
-    try:
-        with opened_by_own_links(run) as (directory, place):
-            signed, texts = _signed(directory, place), texts_in(directory, place)
-            owner = _owner(directory)
-    except OSError:  # also for a link
-        return None
-    needed = _signatures(key, owner, texts.run_json, texts.config)
-    return texts if set(needed) <= set(signed) else None
+    texts, signed = _texts_if_signed(run)
+    return texts if signed == {RUN_JSON, CONFIG_FILE} else None
 
 
 def is_config_changed(run: Path) -> bool:
     """Return whether this user made the run, and its config.yaml has other settings since.
 
-    For an error only: nothing is to be followed in such a run. Raises StoreError as `signed_texts`.
+    For an error only: nothing is to be followed in such a run. Raises StoreError if others can read
+    the user's key.
+    """
+    _, signed = _texts_if_signed(run)
+    return signed == {RUN_JSON}
+
+
+def _texts_if_signed(run: Path) -> tuple[RunTexts | None, set[str]]:
+    """Return the texts of a run, None if they cannot be read, and which of them this user signed.
+
+    A text that is not there counts as signed.
     """
     key = _key()
     if key is None:
-        return False
+        return None, set()
     try:
         with opened_by_own_links(run) as (directory, place):
-            signed, texts = _signed(directory, place), texts_in(directory, place)
-            made = _signatures(key, _owner(directory), texts.run_json, None)
-            return texts.config is not None and set(made) <= set(signed)
-    except OSError:
-        return False
+            signatures, texts = set(_signed(directory, place)), texts_in(directory, place)
+            owner = _owner(directory)
+    except OSError:  # also for a link
+        return None, set()
+    of_run_json = _signatures(key, owner, texts.run_json, None)
+    of_config = _signatures(key, owner, None, texts.config)
+    pairs = ((RUN_JSON, of_run_json), (CONFIG_FILE, of_config))
+    return texts, {name for name, needed in pairs if signatures.issuperset(needed)}
 
 
 def sign_run(run: Path) -> bool:

@@ -14,11 +14,11 @@ from configs import AlgorithmConfig, Config, CriticConfig
 from coordinator import Coordinator
 from learner.data.batch_loader import PreparedBatch, in_batch_order, prepare_batch
 from learner.data.micro_batch import MicroBatch
-from learner.data.training_rows import TEXT_COLUMNS
 from learner.data.updates import cut_updates
 from learner.training.critic import CriticStats
 from learner.training.engine import train_batch
 from learner.training.step_metrics import UpdateStats, means
+from row_bounds import TEXT_COLUMNS
 from store import WIDE_SCHEMA, DigestError, VersionRecord, read_segments
 from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import loader_of, make_config, open_coordinator, play, play_all

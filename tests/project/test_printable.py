@@ -365,7 +365,7 @@ def test_a_url_is_shown_without_login_and_query() -> None:
 def test_a_search_servers_url_is_quoted_without_its_secrets() -> None:
     """The attack: its password has a space, and so was not found in the message."""
     url = "http://ann:corr3ct horse@127.0.0.1:9/retrieve?key='5ecret'"
-    with mock.patch("envs.search.client.PAUSES_S", ()), pytest.raises(Exception) as told:  # noqa: PT011
+    with mock.patch("envs.search.client.PAUSES_S", ()), pytest.raises(ConnectionError) as told:
         asyncio.run(ask_server(url, "who?", topk=1))
     assert "http://127.0.0.1:9/retrieve" in str(told.value)
     assert not re.search("horse|5ecret", str(told.value))

@@ -389,7 +389,7 @@ def test_large_trajectories_are_divided_into_segments_that_can_be_read(
 
     played = [trajectory(member, n) for member, n in enumerate((1, 1, 0, 100, 1))]
     most_bytes = sum(one.most_bytes for one in played[:3])
-    monkeypatch.setattr("store.segments.MAX_ROW_BYTES", most_bytes)
+    monkeypatch.setattr("store.segments.MAX_SEGMENT_BYTES", most_bytes)
     parts = [[one.member for one in part] for part in in_segments(played)]
     assert parts == [[0, 1, 2], [3], [4]]
     assert list(in_segments([])) == []

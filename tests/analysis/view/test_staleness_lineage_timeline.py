@@ -9,8 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from bokeh.models import PlainText
 from starlette.testclient import TestClient
 
+from analysis.view.charts import new_figure
+from analysis.view.pages.timeline import _label_lanes
 from analysis.view.server import make_app
 from store import (
     Catalog,
@@ -238,3 +241,14 @@ def test_a_bad_address_is_explained_in_a_line(address: str, client: TestClient) 
 )
 def test_what_is_not_there_is_said(named: str, client: TestClient) -> None:
     assert "The run has no such" in client.get(f"/lineage?{named}").text
+
+
+def test_a_name_on_an_axis_is_no_formula() -> None:
+    """The attack: a column or a worker named $$...$$ was drawn as TeX."""
+    name = r"$$\frac{a}$$"
+    drawn = new_figure(x=name, height=100)
+    assert isinstance(drawn.xaxis[0].axis_label, PlainText)
+    assert drawn.xaxis[0].axis_label.text == name
+    _label_lanes(drawn, [name])
+    (label,) = drawn.yaxis[0].major_label_overrides.values()
+    assert isinstance(label, PlainText) and label.text == name
