@@ -302,7 +302,12 @@ def decode(
         source = pa.BufferReader(data)
         at_most = None if is_own else most_rows(data.size)
         file = open_parquet(
-            source, n_bytes=data.size, name=path, verify=False, at_most_rows=at_most
+            source,
+            n_bytes=data.size,
+            name=path,
+            verify=False,
+            at_most_rows=at_most,
+            usual_schema=SEGMENT_SCHEMA,
         )
         found = file.schema_arrow  # made anew every time it is asked for
         metadata = {key.decode(): value.decode() for key, value in (found.metadata or {}).items()}

@@ -56,12 +56,19 @@ def _memory_is_no_damage() -> Iterator[None]:
 
 @_memory_is_no_damage()
 def open_parquet(
-    source: Any, *, n_bytes: int, name: object, verify: bool, at_most_rows: int | None = None
+    source: Any,
+    *,
+    n_bytes: int,
+    name: object,
+    verify: bool,
+    at_most_rows: int | None = None,
+    usual_schema: pa.Schema | None = None,
 ) -> pq.ParquetFile:
     """Open a file of `n_bytes`. Raises FormatError if its footer says more rows than any run wrote.
 
     Those are `at_most_rows`, or MAX_ROWS and a row for each byte. With `verify`, the checksum of
-    each page is compared as it is read. Arrow's errors pass through.
+    each page is compared as it is read. A file that has exactly the columns of `usual_schema` is
+    spared the look at them, which takes 0.4 ms. Arrow's errors pass through.
     """
     if at_most_rows is None:
         at_most_rows = MAX_ROWS + n_bytes
@@ -72,27 +79,34 @@ def open_parquet(
             thrift_string_size_limit=max(n_bytes, 1),
             thrift_container_size_limit=min(MIN_ELEMENTS + n_bytes // ELEMENT_BYTES, MAX_ELEMENTS),
         )
-        kinds = [str(kind) for kind in file.schema_arrow.types]  # with the names of their fields
+        schema = file.schema_arrow  # made anew every time it is asked for
+        if usual_schema is None or not schema.equals(usual_schema):
+            _check_columns(schema, name=name)
         writer = file.metadata.created_by
     except UnicodeDecodeError as error:
         raise _not_ours(f"{name} names a column, or who wrote it, not in UTF-8") from error
     # Of old files of this writer Arrow decodes what lies behind the end of a column as well.
     if "parquet-mr" in writer.lower():
         raise _not_ours(f"{name} was written by {writer[:SHOWN_CHARACTERS]}")
-    if _has_a_name_twice(file.schema_arrow):
-        raise _not_ours(f"{name} has two columns, or two fields of a structure, of one name")
-    # Arrow would repeat its values only after they were counted.
-    if any("dictionary<" in kind for kind in kinds):
-        raise _not_ours(f"{name} has a column of coded values")
-    # A null of such a type takes no byte in the file, and all of its bytes when it is decoded. An
-    # extension type hides its storage.
-    if any(_has_wide_nulls(kind) for kind in file.schema_arrow.types):
-        raise _not_ours(f"{name} has a column of values of one large size, or an extension type")
     rows_of_groups = _rows_of_groups(file)
     for n_rows in (file.metadata.num_rows, sum(rows_of_groups), *rows_of_groups):
         if not 0 <= n_rows <= at_most_rows:
             raise _not_ours(f"{name} has {n_rows:,} rows in {n_bytes:,} bytes")
     return file
+
+
+def _check_columns(schema: pa.Schema, *, name: object) -> None:
+    """Raise FormatError for columns that decode otherwise than they are counted."""
+    if _has_a_name_twice(schema):
+        raise _not_ours(f"{name} has two columns, or two fields of a structure, of one name")
+    # Arrow would repeat its values only after they were counted. The text of a type also names the
+    # types of its fields.
+    if any("dictionary<" in str(kind) for kind in schema.types):
+        raise _not_ours(f"{name} has a column of coded values")
+    # A null of such a type takes no byte in the file, and all of its bytes when it is decoded. An
+    # extension type hides its storage.
+    if any(_has_wide_nulls(kind) for kind in schema.types):
+        raise _not_ours(f"{name} has a column of values of one large size, or an extension type")
 
 
 def _has_a_name_twice(fields: Sequence[pa.Field]) -> bool:
