@@ -25,7 +25,7 @@ supervisor   consumes heartbeats and ended calls, produces restarts and notices;
 `model_download.py` finds or downloads the model, with `hub_process.py`
 `offline_sources.py` checks and imports `source=RUN[@where]`
 `config_file.py` loads the config that a command names, unless it is a stranger's
-`resume.py` has the settings of a run that goes on, and of a fork
+`resume.py` has the settings of a run that goes on, `fork.py` those of a fork, and makes it
 `run_lock.py` keeps a run to one driver, `run_control.py` steers it from another process
 `progress.py` shows a run on the screen, `screen.py` says how much of it, or in lines of JSON
 `tensorboard_writer.py` shows it in TensorBoard, `trackers/` in Weights & Biases, trackio and MLflow

@@ -22,7 +22,7 @@ from actors import sample_chats
 from analysis import is_finished, show_report, trained_to, write_report_file
 from configs import Config, ConfigError
 from coordinator import check_order
-from driver import offline_sources, resume, run_control, run_lock
+from driver import fork, offline_sources, resume, run_control, run_lock
 from driver.cluster import ray_cluster
 from driver.config_file import load_config
 from driver.environment_check import FAILURE_LOG, check_tasks, try_tasks
@@ -111,13 +111,13 @@ def settings_to_resume(run: Path, overrides: Sequence[str], *, trusts: bool) -> 
 def settings_to_fork(source: str, overrides: Sequence[str], *, trusts: bool) -> Config:
     """Return the settings of the fork `source`, RUN@STEP. Raises as `settings_to_train`."""
     if trusts:
-        trust(resume.parse_fork(source)[0])
-    config = _checked(resume.load_fork(source, overrides))
+        trust(fork.parse(source)[0])
+    config = _checked(fork.load(source, overrides))
     if trusts:
         for played in offline_sources.source_runs(config):
             trust(played)
     if not RunLayout.exists(Path(config.run_dir)):
-        run, learner_step = resume.source_of_fork(source)
+        run, learner_step = fork.source_of(source)
         check_fork(run, Path(config.run_dir), learner_step=learner_step)
     return config
 
@@ -182,7 +182,7 @@ def train(config: Config, screen: Screen, *, fork_of: str = "") -> None:
     if fork_of:
         # Before the fork exists: the next start would skip the check.
         _check_new_sources(config, console, fork_of=fork_of)
-        resume.make_fork(fork_of, config)
+        fork.make(fork_of, config)
     configs.check_model_path(config)
     offline_sources.check_vocabularies(config)
     check_writable(config)
@@ -230,7 +230,7 @@ def _check_new_sources(config: Config, console: Console, *, fork_of: str) -> Non
         return
     forked = None
     if fork_of:
-        forked, _ = resume.source_of_fork(fork_of)
+        forked, _ = fork.source_of(fork_of)
         if resume.load(forked.root, []).source:
             return
     offline_sources.check_sources(config, console, forked=forked)

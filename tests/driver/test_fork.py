@@ -12,7 +12,7 @@ import pytest
 import configs
 import store
 from configs import ConfigError
-from driver import offline_sources, resume, train_run
+from driver import fork, offline_sources, resume, train_run
 from driver.screen import Screen
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.exchange.dataset_export import export_selection
@@ -40,7 +40,7 @@ def source(tmp_path: Path) -> Path:
 def test_a_fork_has_the_other_runs_settings_but_for_those_given(
     source: Path, tmp_path: Path
 ) -> None:
-    config = resume.load_fork(
+    config = fork.load(
         f"{source}@4",
         [f"run_dir={tmp_path / 'b'}", "algorithm.omega=0.5", "learner.learning_rate=0.5"],
     )
@@ -53,16 +53,16 @@ def test_a_fork_whose_settings_hold_a_secret_is_private(
 ) -> None:
     made: list[bool] = []
 
-    def fork(*_: object, private: bool, **__: object) -> None:
+    def refused(*_: object, private: bool, **__: object) -> None:
         made.append(private)
         raise StoreError("far enough")
 
-    monkeypatch.setattr(store, "fork", fork)
-    monkeypatch.setattr(resume, "source_of_fork", lambda _: (RunLayout.open(source), 4))
-    config = resume.load_fork(f"{source}@4", [f"run_dir={tmp_path / 'b'}"])
+    monkeypatch.setattr(store, "fork", refused)
+    monkeypatch.setattr(fork, "source_of", lambda _: (RunLayout.open(source), 4))
+    config = fork.load(f"{source}@4", [f"run_dir={tmp_path / 'b'}"])
     config = replace(config, env=replace(config.env, options=options))
     with pytest.raises(StoreError, match="far enough"):
-        resume.make_fork(f"{source}@4", config)
+        fork.make(f"{source}@4", config)
     assert made == [bool(options)]
 
 
@@ -82,7 +82,7 @@ def test_a_mistake_is_one_line(
 ) -> None:
     names = {"a": source, "b": tmp_path / "b"}
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
-        resume.load_fork(text.format(**names), [override.format(**names) for override in overrides])
+        fork.load(text.format(**names), [override.format(**names) for override in overrides])
     assert not (tmp_path / "b").exists()
 
 
@@ -93,8 +93,8 @@ def test_a_fork_keeps_the_offline_groups_of_its_run(tmp_path: Path) -> None:
     RunLayout.create(tmp_path / "a", config_yaml=configs.as_yaml(config))
     resume.remember(config)
     with pytest.raises(ConfigError, match=r"offline groups \(source: .*'other.jsonl'"):
-        resume.load_fork(f"{tmp_path / 'a'}@4", [f"run_dir={tmp_path / 'b'}", "source=other.jsonl"])
-    assert resume.load_fork(f"{tmp_path / 'a'}@4", [f"run_dir={tmp_path / 'b'}"]).source
+        fork.load(f"{tmp_path / 'a'}@4", [f"run_dir={tmp_path / 'b'}", "source=other.jsonl"])
+    assert fork.load(f"{tmp_path / 'a'}@4", [f"run_dir={tmp_path / 'b'}"]).source
 
 
 def test_the_new_sources_of_a_fork_are_checked_before_it_is_made(
@@ -104,7 +104,7 @@ def test_the_new_sources_of_a_fork_are_checked_before_it_is_made(
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     fork_of = f"{source}@4"
-    config = resume.load_fork(fork_of, [f"run_dir={tmp_path / 'b'}", f"source={chats}"])
+    config = fork.load(fork_of, [f"run_dir={tmp_path / 'b'}", f"source={chats}"])
     config = replace(config, model=replace(config.model, path=str(tmp_path)))
     monkeypatch.setattr(train_run, "with_model", lambda config, _: config)
     with pytest.raises(ConfigError, match="has chats that nobody sampled, so they have no log-pro"):
@@ -127,7 +127,7 @@ def test_a_fork_takes_no_groups_of_its_own_run_from_a_source(
         given = str(tmp_path / "dataset")
         export_selection(source, Path(given), where=None, as_of=None)
     fork_of = f"{source}@4"
-    config = resume.load_fork(fork_of, [f"run_dir={tmp_path / 'b'}", f"source={given}"])
+    config = fork.load(fork_of, [f"run_dir={tmp_path / 'b'}", f"source={given}"])
     config = replace(config, model=replace(config.model, path=str(tmp_path)))
     monkeypatch.setattr(train_run, "with_model", lambda config, _: config)
     monkeypatch.setattr(offline_sources, "_check_logprobs", lambda _: None)
@@ -150,11 +150,9 @@ def test_a_fork_of_a_run_in_a_storage_needs_a_place_of_its_own(
         with pytest.raises(
             ConfigError, match=r"give the fork a place of its own, store.uri=\.\.\."
         ):
-            resume.load_fork(f"{source}@4", [f"run_dir={tmp_path / 'b'}"])
+            fork.load(f"{source}@4", [f"run_dir={tmp_path / 'b'}"])
         for given in ("", own):
-            found = resume.load_fork(
-                f"{source}@4", [f"run_dir={tmp_path / 'b'}", f"store.uri={given}"]
-            )
+            found = fork.load(f"{source}@4", [f"run_dir={tmp_path / 'b'}", f"store.uri={given}"])
             assert (found.store.uri, found.seed) == (given, 5)
 
 
@@ -163,7 +161,7 @@ def test_a_fork_of_a_uri_without_a_run_names_the_uri_as_it_was_given(
     tmp_path: Path, uri: str
 ) -> None:
     with pytest.raises(ConfigError) as told:
-        resume.load_fork(f"{uri}@20", [f"run_dir={tmp_path / 'b'}"])
+        fork.load(f"{uri}@20", [f"run_dir={tmp_path / 'b'}"])
     assert str(told.value) == (f"--fork {uri}@20: no run is at {uri}; give the store.uri of a run")
 
 
@@ -185,8 +183,16 @@ def test_a_fork_of_a_run_is_trained_from_its_step_on(tmp_path: Path) -> None:
             source.running.said()
         )
     assert not (source.run / "weights" / "v000002").exists()
-    fork = tmp_path / "fork"
-    command = [sys.executable, "-m", "cli", "train", "--fork", f"{source.run}@2", f"run_dir={fork}"]
+    forked = tmp_path / "fork"
+    command = [
+        sys.executable,
+        "-m",
+        "cli",
+        "train",
+        "--fork",
+        f"{source.run}@2",
+        f"run_dir={forked}",
+    ]
     changed = ["learner.steps=5", "learner.learning_rate=1e-3", "algorithm.omega=0.5"]
     environ = source.environ()
     for _ in range(2):  # the second time it is finished, and says so
@@ -199,9 +205,9 @@ def test_a_fork_of_a_run_is_trained_from_its_step_on(tmp_path: Path) -> None:
         "SELECT DISTINCT learner_step FROM lineage JOIN steps USING (group_uid) WHERE live "
         "ORDER BY 1"
     )
-    assert rows(fork, steps) == [(step,) for step in range(1, 6)]
-    assert trained_twice(fork) == staleness_violations(fork) == 0
+    assert rows(forked, steps) == [(step,) for step in range(1, 6)]
+    assert trained_twice(forked) == staleness_violations(forked) == 0
     shared = "SELECT group_uid FROM lineage WHERE live AND learner_step <= 2 ORDER BY 1"
-    assert rows(fork, shared) == rows(source.run, shared)
+    assert rows(forked, shared) == rows(source.run, shared)
     version = "SELECT digest FROM versions WHERE version = 2"
-    assert rows(fork, version) == rows(source.run, version)
+    assert rows(forked, version) == rows(source.run, version)
