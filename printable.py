@@ -50,7 +50,8 @@ UNSAFE = re.compile(f"[{OBEYED}{HIDDEN}]")
 SECRET_NAMES = "key|token|secret|passw|auth|credential|cookie|header|pin"
 IN_A_URL = "://"
 URL_LOGIN = re.compile(r"://[^\s/?#]*@")
-URL_QUERY = re.compile(r"(https?://[^\s?#]*)\?\S+", re.IGNORECASE)
+# Also a URL without a query, so that what was looked at is not looked at again.
+URL_QUERY = re.compile(r"(https?://[^\s?#]*)(\?\S+)?", re.IGNORECASE)
 FORMAT_WARNING = warnings.formatwarning  # Python's own
 
 
@@ -107,7 +108,7 @@ def without_secrets(text: str) -> str:
     >>> without_secrets("http://ann:pa55@host/x?api_key=abc did not answer")
     'http://host/x?... did not answer'
     """
-    return URL_QUERY.sub(r"\1?...", URL_LOGIN.sub(IN_A_URL, text))
+    return URL_QUERY.sub(_without_query, URL_LOGIN.sub(IN_A_URL, text))
 
 
 def public_url(url: str) -> str:
@@ -236,6 +237,10 @@ def plain_console(*, soft_wrap: bool, stderr: bool = False) -> Console:
     return PlainConsole(
         highlight=False, soft_wrap=soft_wrap, markup=False, emoji=False, stderr=stderr
     )
+
+
+def _without_query(found: re.Match[str]) -> str:
+    return f"{found[1]}?..." if found[2] else found[1]
 
 
 def _escape(found: re.Match[str]) -> str:

@@ -29,8 +29,9 @@ OPTIONS = (
     "id", "kwargs", "task_kwargs", "render", "actions", "objective", "win_at", "deterministic",
     *SEEDS,
 )  # fmt: skip
-# "ansi" marks the player with a colour
-HIGHLIGHTED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")
+# "ansi" marks the player with a colour. The search for an end stops where another colour begins:
+# a line of many beginnings would be read again for each.
+HIGHLIGHTED = re.compile(r"\x1b\[[\d;]*m([^\x1b\n]*)\x1b\[0m")
 
 
 class GymnasiumEnv:
