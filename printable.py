@@ -51,7 +51,7 @@ SECRET_NAMES = "key|token|secret|passw|auth|credential|cookie|header|pin"
 IN_A_URL = "://"
 URL_LOGIN = re.compile(r"://[^\s/?#]*@")
 # Also a URL without a query, so that what was looked at is not looked at again.
-URL_QUERY = re.compile(r"(https?://[^\s?#]*)(\?\S+)?", re.IGNORECASE)
+URL_QUERY = re.compile(r"((?:https?|wss?)://[^\s?#]*)(\?\S+)?", re.IGNORECASE)
 FORMAT_WARNING = warnings.formatwarning  # Python's own
 
 
@@ -120,9 +120,10 @@ def public_url(url: str) -> str:
     scheme, separator, rest = url.partition(IN_A_URL)
     if not separator:
         return url
-    for mark in "?#":
-        rest = rest.partition(mark)[0]
-    server, slash, path = rest.partition("/")
+    shown = re.split("[?#]", rest, maxsplit=1)[0]
+    if "@" not in shown and "@" in rest.partition("/")[0]:  # of a password, or of a query
+        return f"{scheme}{separator}..."
+    server, slash, path = shown.partition("/")
     return f"{scheme}{separator}{server.rpartition('@')[2]}{slash}{path}"
 
 

@@ -55,10 +55,21 @@ class OpenEnvEnv:
             self._session = aiohttp.ClientSession(
                 trace_configs=[trace], cookie_jar=aiohttp.DummyCookieJar()
             )
-            # aiohttp answers pings without letting any other coroutine go on
-            self._socket = await self._session.ws_connect(
-                f"{str(self._options['url']).rstrip('/')}/ws", autoping=False
-            )
+            url = str(self._options["url"])
+            try:
+                # aiohttp answers pings without letting any other coroutine go on
+                self._socket = await self._session.ws_connect(
+                    f"{url.rstrip('/')}/ws", autoping=False
+                )
+            except (aiohttp.ClientError, ValueError) as error:
+                # Not with its own text, which quotes the URL with a password and a query.
+                if isinstance(error, aiohttp.WSServerHandshakeError):
+                    why = f"it answered {error.status}"
+                elif isinstance(error, aiohttp.ClientConnectorError):
+                    why = one_line(error.os_error)
+                else:
+                    why = type(error).__name__
+                raise ConnectionError(f"no OpenEnv server at {public_url(url)}: {why}") from None
         return self._observe(await self._ask("reset", {"seed": task.seed}))
 
     async def step(self, action: str) -> Transition:
@@ -74,7 +85,8 @@ class OpenEnvEnv:
 
     def close(self) -> None:
         if self._session is not None:
-            close_soon(self._session.close(), name=f"the session with {self._options['url']}")
+            url = public_url(str(self._options["url"]))
+            close_soon(self._session.close(), name=f"the session with {url}")
             self._session = None
 
     async def _ask(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:

@@ -273,6 +273,25 @@ def test_ansi_shows_the_player_without_colour() -> None:
     assert text.endswith("SFFF\n[F]HFH\nFFFH\nHFFG") and "\x1b" not in text
 
 
+@pytest.mark.parametrize(
+    ("login", "shown"), [("ann:5ecret@", "127.0.0.1:9/env: "), ("ann:5#ecret@", "...: ")]
+)
+def test_an_openenv_server_that_is_not_there_is_named_without_its_secrets(
+    login: str, shown: str
+) -> None:
+    """The attack: aiohttp quotes the whole URL, and its text became the reason of a group."""
+    url = f"http://{login}127.0.0.1:9/env?key=hunter2"
+    env = environment_class("openenv")({**SEEDED["openenv"], "url": url, **SEEDS})
+
+    async def ask() -> None:
+        await env.reset(Task(id="a", env_name="openenv", split="train", seed=0))
+
+    with pytest.raises(ConnectionError) as told:
+        asyncio.run(ask())
+    assert str(told.value).startswith(f"no OpenEnv server at http://{shown}")
+    assert "ecret" not in str(told.value) and "hunter2" not in str(told.value)
+
+
 def test_a_taxi_ride_by_what_the_text_says() -> None:
     """From the text alone: to the passenger, and with them to the destination. The list of actions
     keeps off the walls.

@@ -365,6 +365,10 @@ def test_a_text_of_urls_only_is_looked_through_at_once(piece: str) -> None:
 def test_a_url_is_shown_without_login_and_query() -> None:
     assert public_url("http://ann:pa55@host/x?n=1#top") == "http://host/x"
     assert public_url("http://ann:corr3ct horse@host/x") == "http://host/x"
+    assert (
+        public_url("http://ann:c0rr#ct@host/x") == public_url("http://host?a=b@c") == "http://..."
+    )
+    assert without_secrets("ws://host/ws?key=5ecret is gone") == "ws://host/ws?... is gone"
     assert public_url("no url?") == "no url?"
 
 
