@@ -72,6 +72,8 @@ async def _post(url: str, body: dict[str, object]) -> bytes:
         raise ConnectionError(  # no TimeoutError: the pool would take it for its own
             f"{_server(url)} did not answer within {REQUEST_TIMEOUT_S:g} s; it may need more cores"
         ) from None
+    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):  # they quote it with its password
+        raise ValueError(f"{_server(url)} has no valid URL; change env.options.retriever") from None
     except aiohttp.ClientResponseError as error:  # what came is no HTTP
         raise ValueError(
             f"{_server(url)} gave no readable answer: {one_line(error)[:200]}"

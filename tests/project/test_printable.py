@@ -372,6 +372,13 @@ def test_a_url_is_shown_without_login_and_query() -> None:
     assert public_url("no url?") == "no url?"
 
 
+@pytest.mark.parametrize("url", ["http://ann:5ecret@h:99999/x", "ftp://ann:5ecret@h/x"])
+def test_a_search_servers_wrong_url_is_quoted_without_its_secrets(url: str) -> None:
+    with pytest.raises(ValueError, match="has no valid URL; change") as told:
+        asyncio.run(ask_server(url, "q", topk=1))
+    assert "5ecret" not in str(told.value)
+
+
 def test_a_search_servers_url_is_quoted_without_its_secrets() -> None:
     """The attack: its password has a space, and so was not found in the message."""
     url = "http://ann:corr3ct horse@127.0.0.1:9/retrieve?key='5ecret'"
