@@ -46,12 +46,6 @@ HIDDEN = (
 SHOWN_CHARACTERS = 10_000  # of an error
 REASON_CHARACTERS = 300  # of another program's reason in a message of ours
 UNSAFE = re.compile(f"[{OBEYED}{HIDDEN}]")
-# A setting whose name contains one of these may hold a secret.
-SECRET_NAMES = "key|token|secret|passw|auth|credential|cookie|header|pin"
-IN_A_URL = "://"
-URL_LOGIN = re.compile(r"://[^\s/?#]*@")
-# Also a URL without a query, so that what was looked at is not looked at again.
-URL_QUERY = re.compile(r"((?:https?|wss?)://[^\s?#]*)(\?\S+)?", re.IGNORECASE)
 FORMAT_WARNING = warnings.formatwarning  # Python's own
 
 
@@ -97,34 +91,6 @@ def printable(text: object, *, lines: bool = False) -> str:
     `lines`: line feeds are the caller's own and stay.
     """
     return UNSAFE.sub(_kept_line_feed if lines else _escape, str(text))
-
-
-def without_secrets(text: str) -> str:
-    """Return the text without the names and passwords of its URLs, nor the queries of web servers.
-
-    For texts of other programs. A message of ours quotes `public_url`, which takes out a password
-    with any characters.
-
-    >>> without_secrets("http://ann:pa55@host/x?api_key=abc did not answer")
-    'http://host/x?... did not answer'
-    """
-    return URL_QUERY.sub(_without_query, URL_LOGIN.sub(IN_A_URL, text))
-
-
-def public_url(url: str) -> str:
-    """Return a URL without its name, password, query and fragment. Return other texts as they are.
-
-    >>> public_url("http://ann:pa55@host/x?n=1#top")
-    'http://host/x'
-    """
-    scheme, separator, rest = url.partition(IN_A_URL)
-    if not separator:
-        return url
-    shown = re.split("[?#]", rest, maxsplit=1)[0]
-    if "@" not in shown and "@" in rest.partition("/")[0]:  # of a password, or of a query
-        return f"{scheme}{separator}..."
-    server, slash, path = shown.partition("/")
-    return f"{scheme}{separator}{server.rpartition('@')[2]}{slash}{path}"
 
 
 def one_line(text: object) -> str:
@@ -238,10 +204,6 @@ def plain_console(*, soft_wrap: bool, stderr: bool = False) -> Console:
     return PlainConsole(
         highlight=False, soft_wrap=soft_wrap, markup=False, emoji=False, stderr=stderr
     )
-
-
-def _without_query(found: re.Match[str]) -> str:
-    return f"{found[1]}?..." if found[2] else found[1]
 
 
 def _escape(found: re.Match[str]) -> str:

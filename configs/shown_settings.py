@@ -13,7 +13,7 @@ from typing import Any
 
 from configs.dotted import dotted_settings
 from configs.schema import Config
-from printable import IN_A_URL, SECRET_NAMES, public_url
+from url_secrets import IN_A_URL, SECRET_NAMES, public_url
 
 # The content of these settings is not ours: any text in them may hold a key.
 FREE_KEYS = ("env.options", "environments", "endpoint.body", "actors.workers")

@@ -9,6 +9,7 @@ run_names.py         the names of the files of a run
 layout.py            where each file of a run is, and make or open a run
 run_json.py          run.json, and the format of a run's files
 segments.py          write and read one segment
+segment_encoding.py  its rows as Parquet bytes
 weight_files.py      the files of a model's weights, and the head of one
 adapter_files.py     a published LoRA adapter, and its base model's digest
 catalog/             what counts: groups, batches, versions, segments

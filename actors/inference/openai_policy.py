@@ -35,7 +35,8 @@ from model_server import (
     own_headers,
     quoted,
 )
-from printable import UserError, did_you_mean, public_url
+from printable import UserError, did_you_mean
+from url_secrets import public_url
 
 if TYPE_CHECKING:
     import httpx2

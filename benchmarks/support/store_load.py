@@ -27,7 +27,8 @@ from store import (
     uid,
     write_segment,
 )
-from store.segments import encode, write_rows
+from store.segment_encoding import encode
+from store.segments import write_rows
 
 GROUP_SIZE, BATCH_GROUPS = 8, 16
 GROUPS_PER_FILE = 64  # of a compacted file: 512 episodes, about 20,000 steps

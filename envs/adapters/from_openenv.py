@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from bounded_json import MAX_VALUES, read_value
 from envs.adapters.common import SEEDS, adapter_options, close_soon, seeded_tasks
 from envs.base import Observation, Task, Transition
-from printable import REASON_CHARACTERS, one_line, public_url
+from printable import REASON_CHARACTERS, one_line
+from url_secrets import public_url
 
 if TYPE_CHECKING:
     import aiohttp

@@ -40,7 +40,8 @@ from envs.base import Observation, Task, Transition, task_to_json
 from envs.errors import EnvironmentDied
 from envs.hosting.pending import run_in_thread
 from envs.options import OptionsError, check_options
-from printable import one_line, public_url
+from printable import one_line
+from url_secrets import public_url
 
 if TYPE_CHECKING:
     import aiohttp
@@ -103,7 +104,7 @@ class RemoteEnv:
 
     def close(self) -> None:
         if self._session is not None:
-            close_soon(self._end(self._session), name=f"the session at {self._url}")
+            close_soon(self._end(self._session), name=f"the session at {public_url(self._url)}")
             self._session = None
 
     async def _list(self, split: str) -> tuple[int, bytes]:

@@ -16,7 +16,8 @@ import aiohttp
 from bounded_json import read_value
 from envs.hosting.http_requests import read_bounded
 from envs.search.corpus import Hit, Passage
-from printable import one_line, public_url
+from printable import one_line
+from url_secrets import public_url
 
 REQUEST_TIMEOUT_S = 30.0  # of one answer
 MAX_ANSWER_BYTES = 16 * 2**20  # unpacked; an answer of 1000 passages has a megabyte or two

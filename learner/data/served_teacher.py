@@ -30,7 +30,8 @@ from model_server import (
     own_headers,
     quoted,
 )
-from printable import UserError, public_url
+from printable import UserError
+from url_secrets import public_url
 
 REQUESTS = 16  # at once; the server makes batches of them
 ATTEMPTS = 8  # of one request, while the server is busy or starts again: about half a minute

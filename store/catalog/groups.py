@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import count
 from operator import itemgetter
 
-from printable import without_secrets
 from store.catalog.records import (
     HELDOUT,
     IMPORTED,
@@ -27,6 +26,7 @@ from store.errors import FencedError, StoreError
 from store.hashing import uid, valid_text
 from store.records import uid_text
 from store.segments import SegmentMeta, TrajectoryMeta
+from url_secrets import without_secrets
 
 # Reason of a held-out group that was abandoned in a roll-back: its round has no result.
 ROLLED_BACK = "the evaluated version was rolled back"

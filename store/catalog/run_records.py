@@ -7,11 +7,11 @@ import math
 import sqlite3
 from collections.abc import Mapping, Sequence
 
-from printable import without_secrets
 from store.catalog.records import WHY_UNFINISHED, CheckpointRecord, Unfinished, VersionRecord
 from store.catalog.transaction import Transaction, columns_of
 from store.errors import StoreError
 from store.run_names import CHECKPOINT_PATH, VERSION_PATH, checked_name
+from url_secrets import without_secrets
 
 VERSIONS = "SELECT version, path, digest, learner_step FROM version"
 

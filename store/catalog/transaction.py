@@ -7,8 +7,8 @@ import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from printable import without_secrets
 from store.hashing import valid_text
+from url_secrets import without_secrets
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

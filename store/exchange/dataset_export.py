@@ -35,7 +35,7 @@ from store.reading.reader import Reader, open_run
 from store.records import UID_TYPE, uid_text
 from store.run_json import FORMAT
 from store.run_names import SEGMENT_PATH, checked_name
-from store.segments import decode, encode_for_readers
+from store.segment_encoding import decode, encode_for_readers
 from store.storage import Storage, make_place, open_storage
 from store.untrusted.bounded_parquet import open_parquet, read_table
 from store.untrusted.file_access import open_file

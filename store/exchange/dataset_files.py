@@ -21,7 +21,7 @@ from store.atomic_write import READ_ONLY, make_directory, write_atomically
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
 from store.run_json import check_format, checked_run_id
-from store.segments import decode
+from store.segment_encoding import decode
 from store.storage import LocalStorage, Storage, open_storage
 from store.untrusted import json_values
 from store.untrusted.limited_process import in_limited_process

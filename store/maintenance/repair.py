@@ -28,7 +28,8 @@ from store.maintenance.segment_rows import malformed, open_rows, trajectories
 from store.reading import open_sql
 from store.reading.manifest import export
 from store.records import uid_text
-from store.segments import SegmentMeta, decode, write_rows
+from store.segment_encoding import decode
+from store.segments import SegmentMeta, write_rows
 from store.untrusted.file_access import (
     MAX_TEXT_BYTES,
     is_directory,

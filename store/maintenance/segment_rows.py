@@ -15,7 +15,8 @@ from row_bounds import MAX_CHARACTERS, MAX_REWARD
 from store.errors import FormatError
 from store.hashing import state_hash
 from store.records import CHANNELS, uid_text
-from store.segments import TrajectoryMeta, decode, most_rows
+from store.segment_encoding import decode, most_rows
+from store.segments import TrajectoryMeta
 from store.untrusted.bounded_parquet import open_parquet, read_table
 
 # Columns whose values are the same in all rows of a trajectory, and all columns that are looked at.

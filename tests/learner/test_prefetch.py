@@ -18,7 +18,7 @@ from configs import Config
 from coordinator import Coordinator, Settlement
 from learner.data.batch_loader import PreparedBatch, make_loader, prepare_batch
 from learner.data.prefetch import Prefetch
-from store import CheckpointRecord, DigestError, RunLayout, VersionRecord, segments
+from store import CheckpointRecord, DigestError, RunLayout, VersionRecord, segment_encoding
 from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import (
     GROUPS_PER_STEP,
@@ -288,13 +288,13 @@ def test_the_pages_of_another_users_run_are_counted_before_they_are_decoded(
     if not is_own:
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another home"))
     counted: list[str] = []
-    read_table = segments.read_table
+    read_table = segment_encoding.read_table
 
     def noted(*arguments: Any, name: str, **others: Any) -> pa.Table:
         counted.append(name)
         return read_table(*arguments, name=name, **others)
 
-    monkeypatch.setattr(segments, "read_table", noted)
+    monkeypatch.setattr(segment_encoding, "read_table", noted)
     loader = loader_of(coordinator)
     batch = loader.claim(0)
     assert batch is not None

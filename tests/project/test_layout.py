@@ -27,6 +27,7 @@ SHARED = (
     "path_bounds",
     "printable",
     "row_bounds",
+    "url_secrets",
     "usage_statistics",
     "weight_pieces",
 )

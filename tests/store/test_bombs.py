@@ -31,7 +31,8 @@ from store.hashing import file_digest
 from store.maintenance.segment_rows import open_rows
 from store.reading import mirror
 from store.records import SEGMENT_SCHEMA, UID_TYPE
-from store.segments import SegmentMeta, decode
+from store.segment_encoding import decode
+from store.segments import SegmentMeta
 from store.storage import LocalStorage
 from store.untrusted import bounded_parquet
 from store.untrusted.bounded_parquet import open_parquet, read_table

@@ -49,7 +49,8 @@ from store.maintenance.repair import repair
 from store.maintenance.segment_rows import LARGEST_NUMBER, check_importable, open_rows
 from store.reading.mirror import fetch_run
 from store.reading.reader import open_run
-from store.segments import decode, encode, most_rows, read_segments, write_rows
+from store.segment_encoding import decode, encode, most_rows
+from store.segments import read_segments, write_rows
 from store.untrusted import bounded_parquet
 from tests.support.forged_dataset import write_dataset
 from tests.support.neighbours import Neighbour, look_while_away

@@ -34,7 +34,7 @@ from store import (
     keep_private,
     read_segment,
     read_segments,
-    segments,
+    segment_encoding,
     state_hash,
     to_table,
     uid,
@@ -129,8 +129,8 @@ def test_small_files_are_compressed_with_lz4(
     trajectories: list, n_repeats: int, compression: str
 ) -> None:
     table = pa.concat_tables([to_table(trajectories[:1])] * n_repeats)
-    assert (table.nbytes < segments.SMALL_BYTES) == (n_repeats == 1)
-    file = pq.ParquetFile(pa.BufferReader(segments.encode(table, metadata={})))
+    assert (table.nbytes < segment_encoding.SMALL_BYTES) == (n_repeats == 1)
+    file = pq.ParquetFile(pa.BufferReader(segment_encoding.encode(table, metadata={})))
     columns = [file.metadata.row_group(0).column(n) for n in range(file.metadata.num_columns)]
     assert {column.compression for column in columns} == {compression}
 
@@ -399,7 +399,7 @@ def test_long_rows_beside_many_short_ones_are_row_groups_of_their_own(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: the long rows of a dataset were one row group, which nothing could read."""
-    monkeypatch.setattr("store.segments.ROW_GROUP_BYTES", 4_000)
+    monkeypatch.setattr("store.segment_encoding.ROW_GROUP_BYTES", 4_000)
     group = Group.imported(group_uid=b"g" * 16, task_id="t", size=1)
     made = make_trajectory(group, 0, n_steps=60)
     steps = tuple(

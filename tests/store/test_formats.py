@@ -31,7 +31,7 @@ from store.errors import OtherFormatError
 from store.hashing import file_digest
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild_run_json import is_lost, rebuild_run_json
-from store.segments import decode, encode
+from store.segment_encoding import decode, encode
 from tests.support.store_runs import rewrite
 from tests.support.store_samples import make_trajectory, open_train_group, play
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from store import FORMAT
 from store.hashing import file_digest
-from store.segments import encode
+from store.segment_encoding import encode
 
 
 def write_dataset(dest: Path, *tables: pa.Table, run_id: str, size: int) -> Path:

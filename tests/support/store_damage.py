@@ -23,7 +23,7 @@ from store.hashing import file_digest
 from store.maintenance.fsck import NAMES, check
 from store.maintenance.fsck_segments import GRACE_S
 from store.maintenance.repair import repair
-from store.segments import encode
+from store.segment_encoding import encode
 from tests.support.store_runs import flip, rewrite
 
 
