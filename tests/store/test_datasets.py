@@ -30,7 +30,7 @@ from store import (
     StoreError,
     VersionRecord,
     export,
-    segments,
+    segment_encoding,
     to_table,
     write_open_sql,
     write_segment,
@@ -718,7 +718,7 @@ def test_rows_that_are_all_alike_are_written_so_that_every_reader_takes_them(
     group = Group.imported(group_uid=b"g" * 16, task_id="t", size=1)
     row = to_table([make_trajectory(group, 0, n_steps=1)])
     many = row.take(pa.array([0] * 40_000))
-    monkeypatch.setattr(segments, "ROW_BYTES", 20)  # of 2; shorter texts take no more
+    monkeypatch.setattr(segment_encoding, "ROW_BYTES", 20)  # of 2; shorter texts take no more
     assert len(many) > most_rows(encode(many, metadata={}).size), "the attack itself works"
     segment = write_rows(layout, many, trajectories=(), worker="import", epoch=1)
     data = layout.storage.read(segment.path)
@@ -738,7 +738,7 @@ def test_lists_of_equal_tokens_are_written_so_that_every_reader_takes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: readers count 24 bytes for a token that has four in memory."""
-    monkeypatch.setattr(segments, "MAX_DECODED_BYTES", 1 << 20)
+    monkeypatch.setattr(segment_encoding, "MAX_DECODED_BYTES", 1 << 20)
     monkeypatch.setattr(bounded_parquet, "MAX_DECODED_BYTES", 1 << 20)
     layout = make_run(tmp_path / "run", n_groups=1)
     group = Group.imported(group_uid=b"g" * 16, task_id="t", size=1)
@@ -802,7 +802,7 @@ def test_rows_beside_one_long_text_are_written_so_that_every_reader_takes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: with a long text in the dictionary readers count each row as a batch."""
-    for module in (segments, bounded_parquet):
+    for module in (segment_encoding, bounded_parquet):
         monkeypatch.setattr(module, "MAX_DECODED_BYTES", 1 << 24)
     monkeypatch.setattr(bounded_parquet, "BATCH_BYTES", 1 << 16)
     layout = make_run(tmp_path / "run", n_groups=1)
