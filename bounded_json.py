@@ -1,7 +1,7 @@
 """Count the values of a JSON text that is not trusted, before Python's objects are made of them.
 
-    n = count_values(body, most=MAX_VALUES)    # n <= MAX_VALUES, or too many
-    value = read_value(body, most=MAX_VALUES)
+    n = count_values(body, max_values=MAX_VALUES)    # n <= MAX_VALUES, or too many
+    value = read_value(body, max_values=MAX_VALUES)
 
 A value of two bytes becomes an object of 64 or more: 8 MiB of empty lists take seconds and most of
 a gigabyte. The count takes milliseconds for each MiB.
@@ -26,11 +26,11 @@ class TooManyValues(ValueError):
     """A JSON text has more values than its reader takes."""
 
 
-def count_values(data: bytes, *, most: int) -> int:
+def count_values(data: bytes, *, max_values: int) -> int:
     """Return at least the number of values in a UTF-8 JSON text, keys not counted, less one.
 
-    It is the number of separators outside of texts. For a number above `most` another one above
-    `most` may be returned. What follows an error of the JSON is counted in some way.
+    It is the number of separators outside of texts. For a number above `max_values` another such
+    number may be returned. What follows an error of the JSON is counted in some way.
     """
     n_anywhere = sum(data.count(separator) for separator in SEPARATORS)
     if n_anywhere == 0:
@@ -38,25 +38,25 @@ def count_values(data: bytes, *, most: int) -> int:
     # An escaped quote does not end a text. Two backslashes are one, which escapes nothing.
     kept = data.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _OTHER_BYTES)
     n_quotes = kept.count(QUOTE)
-    if n_quotes > 4 * (most + 1):  # a value has two, and so has its key
-        return max(most + 1, n_quotes // 4)
+    if n_quotes > 4 * (max_values + 1):  # a value has two, and so has its key
+        return max(max_values + 1, n_quotes // 4)
     return sum(map(len, kept.split(QUOTE)[::2]))  # every second part is outside of texts
 
 
-def check_values(data: bytes, *, most: int) -> None:
-    """Raise TooManyValues if a UTF-8 JSON text has more than `most` values."""
-    if count_values(data, most=most) > most:
-        raise TooManyValues(f"it has more than {most} values")
+def check_values(data: bytes, *, max_values: int) -> None:
+    """Raise TooManyValues if a UTF-8 JSON text has more than `max_values` values."""
+    if count_values(data, max_values=max_values) > max_values:
+        raise TooManyValues(f"it has more than {max_values} values")
 
 
-def read_value(data: bytes, *, most: int) -> Any:
+def read_value(data: bytes, *, max_values: int) -> Any:
     """Return the value of a UTF-8 JSON text. Raises ValueError if it has none, and TooManyValues.
 
     A whole number of more than MAX_DIGITS digits is refused. So is text in UTF-16, which `json`
     would read: its bytes cannot be counted.
     """
     text = data.decode()
-    check_values(data, most=most)
+    check_values(data, max_values=max_values)
     try:
         return json.loads(text, parse_int=whole_number)
     except RecursionError:

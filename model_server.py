@@ -107,7 +107,7 @@ def json_of(data: bytes) -> Any:
     """
     text = data.decode(errors="replace")
     try:
-        check_values(data, most=MAX_ANSWER_VALUES)
+        check_values(data, max_values=MAX_ANSWER_VALUES)
         value = json.loads(text, parse_int=whole_number)
         if "\\ud" in text.lower():  # the only way to write a lone surrogate
             units = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")

@@ -167,7 +167,7 @@ def _open_now(path: str, flags: int) -> int:
 
 def _read_json(file: Path) -> Any:
     """Return the value of a JSON file of a model directory. Raises OSError, ValueError."""
-    return read_value(read_description(file), most=MAX_DESCRIPTION_VALUES)
+    return read_value(read_description(file), max_values=MAX_DESCRIPTION_VALUES)
 
 
 def check_regular(file: Path) -> None:

@@ -111,7 +111,7 @@ class Step:
     images: tuple[StepImage, ...] = ()  # in the order of the prompt
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """Return a bound on the bytes of its texts, tokens and pixels in Arrow's columns."""
         texts = (self.obs_text, self.anchor_text or "", self.action_text)
         n_tokens = len(self.prompt_ids) + 2 * len(self.response_ids)  # and log-probabilities
@@ -159,9 +159,9 @@ class Trajectory:
         return sum(step.reward for step in self.steps)
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """Return a bound on the bytes of its texts, tokens and pixels in Arrow's columns."""
-        n_bytes = sum(step.most_bytes for step in self.steps)
+        n_bytes = sum(step.max_bytes for step in self.steps)
         final = self.final_observation
         if final is not None:
             texts = (final.text, final.anchor_text or "", *(final.admissible_actions or ()))

@@ -133,7 +133,7 @@ def in_segments(trajectories: Sequence[Trajectory]) -> Iterator[list[Trajectory]
     part: list[Trajectory] = []
     n_bytes = 0
     for trajectory in trajectories:
-        more = trajectory.most_bytes
+        more = trajectory.max_bytes
         if part and n_bytes + more > MAX_SEGMENT_BYTES:
             yield part
             part, n_bytes = [], 0

@@ -108,7 +108,7 @@ class _Count:
 
     def add_values(self, data: bytes, *, param: str | None) -> None:
         """Raise RequestError beyond MAX_VALUES, also for values of fields that are ignored."""
-        self.n_values += count_values(data, most=MAX_VALUES)
+        self.n_values += count_values(data, max_values=MAX_VALUES)
         if self.n_values > MAX_VALUES:
             where = f"{param}: " if param else ""
             raise refused(

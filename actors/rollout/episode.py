@@ -55,7 +55,7 @@ class AttemptProgress:
     def add(self, step: Step) -> None:
         self.n_steps += 1
         self.n_response_tokens += len(step.response_ids)
-        self.n_bytes += step.most_bytes
+        self.n_bytes += step.max_bytes
 
     @property
     def is_full(self) -> bool:

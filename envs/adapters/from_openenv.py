@@ -92,7 +92,7 @@ class OpenEnvEnv:
 
     async def _ask(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:
         await self._socket.send_json({"type": kind, "data": data})
-        answer = read_value((await self._receive()).encode(), most=MAX_VALUES)
+        answer = read_value((await self._receive()).encode(), max_values=MAX_VALUES)
         if answer["type"] == "error":
             reason = one_line(str(answer["data"]["message"])[:REASON_CHARACTERS])
             raise RuntimeError(f"the server says: {reason}")

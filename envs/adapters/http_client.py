@@ -78,7 +78,7 @@ class RemoteEnv:
                 lambda: asyncio.run(env._list(split)), name="remote tasks", timeout_s=None
             )
             if status == 200:
-                listed = read_value(answer, most=MAX_LIST_VALUES)["tasks"]
+                listed = read_value(answer, max_values=MAX_LIST_VALUES)["tasks"]
                 return [Task(**{**task, "env_name": "remote"}) for task in listed]
         except Exception as error:  # noqa: BLE001 - the border to somebody else's server
             reason = env._without_key(repr(error))
@@ -160,7 +160,7 @@ class RemoteEnv:
                 ended_process=fields.get("ended_process") is True,
             )
         try:
-            return read_value(answer, most=MAX_ANSWER_VALUES)
+            return read_value(answer, max_values=MAX_ANSWER_VALUES)
         except TooManyValues as error:
             raise EnvironmentDied(f"the server's answer: {error}", at_fault=True) from None
 
@@ -242,7 +242,7 @@ def _key_header(variable: str) -> dict[str, str]:
 
 def _json_object(answer: bytes) -> dict[str, Any]:
     try:
-        parsed = read_value(answer, most=MAX_ANSWER_VALUES)
+        parsed = read_value(answer, max_values=MAX_ANSWER_VALUES)
     except ValueError:
         parsed = None
     return parsed if isinstance(parsed, dict) else {}

@@ -216,7 +216,7 @@ async def _receive(
 
 def _parsed(body: bytes) -> object:
     try:
-        return read_value(body or b"{}", most=MAX_VALUES)
+        return read_value(body or b"{}", max_values=MAX_VALUES)
     except TooManyValues as error:
         raise RequestRefused(
             413, f"the body of the request is too large: {error}; send fewer"

@@ -88,7 +88,7 @@ class StateRecord:
     @classmethod
     def decode(cls, record: bytes) -> StateRecord:
         """Raises ValueError, TypeError and others if the record is not one that `encode` made."""
-        row, answers = read_value(record, most=MAX_VALUES)
+        row, answers = read_value(record, max_values=MAX_VALUES)
         understood = None
         if row is not None:
             actions, otherwise = row

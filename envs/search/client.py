@@ -96,7 +96,7 @@ async def _read(url: str, response: aiohttp.ClientResponse) -> bytes:
 
 def _parse_hits(url: str, answer: bytes) -> list[Hit]:
     try:
-        (found,) = read_value(answer, most=MAX_ANSWER_VALUES)["result"]
+        (found,) = read_value(answer, max_values=MAX_ANSWER_VALUES)["result"]
         return [
             Hit(
                 passage=Passage(

@@ -9,6 +9,7 @@ For maintenance/rebuild.py, on a copy of the backup that nobody owns yet.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,12 +83,12 @@ def recover(
     n_open = tx.value(count_open)
     on_disk = {*unread, *(file.meta.segment_id for file in files)}
     known = {row["segment_id"] for row in tx.rows("SELECT segment_id FROM segment")}
-    counts = {"adopted": 0, "moved": 0, "strangers": 0}
+    counts = Counter(adopted=0, moved=0, strangers=0)
     for file in files:
         if file.meta.segment_id in known:
             _correct_figures(tx, file.meta)
         else:
-            _adopt(tx, file, segment_of=segment_of, on_disk=on_disk, counts=counts)
+            counts.update(_adopt(tx, file, segment_of=segment_of, on_disk=on_disk))
     for version, path in versions.items():
         made = {"digest": "unknown", "epoch": 0, "published_us": tx.now_us, "lsn": tx.lsn}
         tx.insert("version", version=version, path=path, **made)
@@ -101,14 +102,17 @@ def _adopt(
     file: FoundFile,
     *,
     segment_of: Mapping[bytes, str],
-    on_disk: set[str],
-    counts: dict[str, int],
-) -> None:
-    """Count the trajectories that are taken from this file, which the backup does not know."""
+    on_disk: Collection[str],
+) -> dict[str, int]:
+    """Count the trajectories that are taken from this file, which the backup does not know.
+
+    Return how many of its trajectories have each of the first three fates of `Recovered`.
+    """
     segment_id = file.meta.segment_id
     new: list[TrajectoryMeta] = []
     moved: list[TrajectoryMeta] = []
     others: list[TrajectoryMeta] = []
+    n_strangers = 0
     for trajectory in file.meta.trajectories:
         row = tx.row(
             "SELECT segment_id FROM trajectory WHERE traj_uid = :traj_uid",
@@ -121,10 +125,11 @@ def _adopt(
         elif _belongs(tx, trajectory):
             new.append(trajectory)
         else:
-            counts["strangers"] += 1
+            n_strangers += 1
             others.append(trajectory)
+    fates = {"adopted": len(new), "moved": len(moved), "strangers": n_strangers}
     if not new and not moved:
-        return
+        return fates
     insert_segment(tx, file.meta, epoch=file.epoch, level=file.level)
     insert_trajectories(tx, new, segment_id=segment_id)
     for trajectory in moved:
@@ -141,8 +146,7 @@ def _adopt(
         recompute_if_full(tx, group_uid)
         complete_if_full(tx, group_uid)
         complete_imported(tx, group_uid, reason=None)
-    counts["adopted"] += len(new)
-    counts["moved"] += len(moved)
+    return fates
 
 
 def _belongs(tx: Transaction, trajectory: TrajectoryMeta) -> bool:

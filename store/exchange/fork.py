@@ -15,6 +15,7 @@ import os
 import sqlite3
 import stat
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from os import link as link_file  # a test stands in for it, as for a file system without hard links
 from pathlib import Path
 
@@ -61,6 +62,22 @@ from store.untrusted.own_directory import check_own_directory
 UNFINISHED = ".unfinished"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Request:
+    """The wanted fork, as the arguments of `fork` say it."""
+
+    source: RunLayout
+    learner_step: int
+    config_yaml: str
+    storage_uri: str | None
+    private: bool
+
+    @property
+    def forked_from(self) -> str:
+        """Return the run and the step, as run.json of the fork has them."""
+        return f"{self.source.info.run_id}@{self.learner_step}"
+
+
 def fork(
     source: RunLayout,
     root: Path,
@@ -81,24 +98,18 @@ def fork(
     # What another process makes at this moment looks like what a killed fork left.
     with making_alone(root):
         return _fork(
-            source,
+            _Request(
+                source=source,
+                learner_step=learner_step,
+                config_yaml=config_yaml,
+                storage_uri=storage_uri,
+                private=private,
+            ),
             root,
-            learner_step=learner_step,
-            config_yaml=config_yaml,
-            storage_uri=storage_uri,
-            private=private,
         )
 
 
-def _fork(
-    source: RunLayout,
-    root: Path,
-    *,
-    learner_step: int,
-    config_yaml: str,
-    storage_uri: str | None,
-    private: bool,
-) -> RunLayout:
+def _fork(request: _Request, root: Path) -> RunLayout:
     if root.exists():
         raise StoreError(f"{root} exists; choose another directory for the new run")
     unfinished = root.with_name(root.name + UNFINISHED)
@@ -106,20 +117,12 @@ def _fork(
         if unfinished.is_symlink() or not unfinished.is_dir():
             raise _in_the_way(unfinished)
         check_own_directory(unfinished)
-        forked_from = f"{source.info.run_id}@{learner_step}"
-        if _is_complete(unfinished, forked_from=forked_from, config_yaml=config_yaml):
+        if _is_complete(unfinished, request):
             _put_in_place(unfinished, root)
             return RunLayout.open(root)
         _remove_leftover(unfinished)
     try:
-        _fill(
-            unfinished,
-            source,
-            learner_step=learner_step,
-            config_yaml=config_yaml,
-            storage_uri=storage_uri,
-            private=private,
-        )
+        _fill(unfinished, request)
         _put_in_place(unfinished, root)
     except BaseException as error:
         with suppress(OSError, StoreError):
@@ -127,7 +130,7 @@ def _fork(
             _remove(unfinished)
         raise_if_interrupted(error)
         if isinstance(error, sqlite3.Error) and is_damage(error):
-            raise unreadable(source, error) from error
+            raise unreadable(request.source, error) from error
         if isinstance(error, (OSError, sqlite3.Error)) and not isinstance(error, StoreError):
             raise StoreError(
                 f"cannot make the fork {root}: {error}; "
@@ -137,16 +140,9 @@ def _fork(
     return RunLayout.open(root)
 
 
-def _fill(
-    unfinished: Path,
-    source: RunLayout,
-    *,
-    learner_step: int,
-    config_yaml: str,
-    storage_uri: str | None,
-    private: bool,
-) -> None:
+def _fill(unfinished: Path, request: _Request) -> None:
     """Make the new run in the directory `unfinished`. It is on disk at the end."""
+    source, learner_step = request.source, request.learner_step
     check_own_directory(unfinished, is_made=False)
     make_directory(unfinished.parent, beneath=unfinished.parent)
     # Nobody else may enter until what is in it has its rights.
@@ -159,9 +155,9 @@ def _fill(
     (unfinished / FORK_MARKER).touch()
     layout = RunLayout.create(
         unfinished,
-        config_yaml=config_yaml,
-        storage_uri=storage_uri,
-        forked_from=f"{source.info.run_id}@{learner_step}",
+        config_yaml=request.config_yaml,
+        storage_uri=request.storage_uri,
+        forked_from=request.forked_from,
         ancestors=(*source.info.ancestors, source.info.run_id),
     )
     # The pin keeps the files that the catalog's copy names.
@@ -170,16 +166,16 @@ def _fill(
         _link_files(source, layout, learner_step=learner_step, version=version)
     # Without a backup a rebuild, or whoever brings the fork, would have no checkpoint, and could
     # not tell the groups of the other run from imported ones.
-    if storage_uri is None:
+    if request.storage_uri is None:
         _back_up(layout, source=source)
     for directory, _, files in os.walk(unfinished):
         for name in (".", *files):
             _bound_rights(Path(directory, name), source=source, layout=layout)
         # Of a link only its name is new: its bytes are on disk.
         sync_directory(Path(directory), beneath=unfinished)
-    if not private:
+    if not request.private:
         give_rights(unfinished, source=source.root, owner=OWNER_MAY)
-    if storage_uri is not None:  # last: whoever finds it there may bring the fork
+    if request.storage_uri is not None:  # last: whoever finds it there may bring the fork
         _back_up(layout, source=source)
         layout.check_primary()  # else a volume is gone by now, with what was written
         layout.storage.remove(stored_fork_marker(layout.info.run_id))
@@ -233,8 +229,8 @@ def _check_is_here(source: RunLayout) -> None:
         )
 
 
-def _is_complete(unfinished: Path, *, forked_from: str, config_yaml: str) -> bool:
-    """Return whether a killed fork with the same arguments made all of this directory.
+def _is_complete(unfinished: Path, request: _Request) -> bool:
+    """Return whether a killed fork of the same run and settings made all of this directory.
 
     It was killed after it removed the marker, and before it renamed the directory.
     """
@@ -242,7 +238,8 @@ def _is_complete(unfinished: Path, *, forked_from: str, config_yaml: str) -> boo
         layout = RunLayout.open(unfinished)
     except StoreError:
         return False
-    is_same = (layout.info.forked_from, layout.info.config_yaml) == (forked_from, config_yaml)
+    made = (layout.info.forked_from, layout.info.config_yaml)
+    is_same = made == (request.forked_from, request.config_yaml)
     has_catalog = is_file(layout.catalog, root=unfinished)
     return is_same and has_catalog and layout.is_made_by_this_user()
 

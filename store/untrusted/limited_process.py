@@ -81,11 +81,11 @@ def serve() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     work, arguments, at_most_bytes = pickle.load(sys.stdin.buffer)
     has_bytes = getattr(psutil.Process().memory_info(), "data", 0)
-    most_bytes = has_bytes + at_most_bytes + BYTES_PER_CORE * (os.cpu_count() or 1)
+    max_bytes = has_bytes + at_most_bytes + BYTES_PER_CORE * (os.cpu_count() or 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if soft != resource.RLIM_INFINITY:
-        most_bytes = min(most_bytes, soft)
-    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, hard))
+        max_bytes = min(max_bytes, soft)
+    resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     result, error = None, None
     try:

@@ -186,7 +186,7 @@ def test_an_episode_that_shows_too_much_is_truncated_before_no_file_can_keep_it(
     """The attack: no learner could read an episode with more than 2 GiB of screenshots."""
     answers = ["<action>go east</action>"] * 4
     whole = play(form, FixedPolicy(form(), answers))
-    n_bytes = sum(step.most_bytes for step in whole.steps[:2])
+    n_bytes = sum(step.max_bytes for step in whole.steps[:2])
     monkeypatch.setattr("actors.rollout.episode.MAX_EPISODE_BYTES", n_bytes)
     trajectory = play(form, FixedPolicy(form(), answers))
     assert [step.truncated for step in trajectory.steps] == [False, True]

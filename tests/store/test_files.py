@@ -388,8 +388,8 @@ def test_large_trajectories_are_divided_into_segments_that_can_be_read(
         return replace(made, steps=(replace(made.steps[0], **{of: (one,) * n}),))
 
     played = [trajectory(member, n) for member, n in enumerate((1, 1, 0, 100, 1))]
-    most_bytes = sum(one.most_bytes for one in played[:3])
-    monkeypatch.setattr("store.segments.MAX_SEGMENT_BYTES", most_bytes)
+    max_bytes = sum(one.max_bytes for one in played[:3])
+    monkeypatch.setattr("store.segments.MAX_SEGMENT_BYTES", max_bytes)
     parts = [[one.member for one in part] for part in in_segments(played)]
     assert parts == [[0, 1, 2], [3], [4]]
     assert list(in_segments([])) == []
@@ -424,13 +424,13 @@ def test_the_bytes_of_a_step_are_never_more_than_its_bound(trajectories: list) -
         n_bytes = sum(len(text.encode()) for text in texts)
         n_bytes += 4 * (len(step.prompt_ids) + 2 * len(step.response_ids))
         n_bytes += sum(len(image.pixels) for image in step.images)
-        assert step.most_bytes == n_bytes, "all are ASCII"
+        assert step.max_bytes == n_bytes, "all are ASCII"
     wide = replace(trajectories[0].steps[0], obs_text="\U0001f600" * 3)
-    assert wide.most_bytes - replace(wide, obs_text="").most_bytes == len(wide.obs_text.encode())
+    assert wide.max_bytes - replace(wide, obs_text="").max_bytes == len(wide.obs_text.encode())
     made = trajectories[0]
     final = made.final_observation
     assert final is not None
-    assert made.most_bytes == sum(step.most_bytes for step in made.steps) + len(
+    assert made.max_bytes == sum(step.max_bytes for step in made.steps) + len(
         final.text + final.anchor_text + "".join(final.admissible_actions)
     )
 
