@@ -134,7 +134,9 @@ def craft(world: World, seed: int) -> list[str]:
     world.run.parent.mkdir(exist_ok=True)
     shutil.copytree(world.template, world.run)
     done = []
-    for mutation in rng.choices(MUTATIONS, weights=WEIGHTS, k=rng.choice((1, 1, 1, 2, 2, 3, 4))):
+    chosen = rng.choices(MUTATIONS, weights=WEIGHTS, k=rng.choice((1, 1, 1, 2, 2, 3, 4)))
+    chosen.sort(key=lambda mutation: mutation is special_file)  # others would wait for a FIFO
+    for mutation in chosen:
         try:
             done.append(mutation(rng, world.run, world))
         except (
