@@ -716,9 +716,10 @@ def test_a_backup_that_counts_without_end_is_refused(tmp_path: Path, number: str
     with pytest.raises(StoreError, match=f"counts to .* {2**62}, as no run does"):
         rebuild(layout)
     assert layout.backup.exists()
-    layout.backup.unlink()
-    rebuild(layout)
-    assert check(layout, level=CONTENTS) == []
+    if number == "ordinal":  # the search for the planted groups takes as long with the others
+        layout.backup.unlink()
+        rebuild(layout)
+        assert check(layout, level=CONTENTS) == []
 
 
 @pytest.mark.parametrize(
