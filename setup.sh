@@ -35,7 +35,8 @@ pip() { "$VENV/bin/python" -m pip "$@" >>"$log" 2>&1; }
 (
     seconds=0
     # The last sleep outlives the set-up. It must not keep a pipe open, as of `make setup | tail`.
-    while sleep 30 >/dev/null 2>&1; do
+    # Ctrl-C ends the set-up and not its background jobs, so each look asks whether it is there.
+    while sleep 30 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
         seconds=$((seconds + 30))
         echo "setting up: $seconds s so far"
     done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,34 @@ def test_another_system_than_linux_on_x86_64_is_refused_in_a_line_that_names_the
     assert line.startswith(f"set-up failed: this is {system},")
     assert "deploy/Dockerfile, with --platform linux/amd64" in line and "WSL" in line
     assert "--platform linux/amd64" in (ROOT / "deploy/Dockerfile").read_text()
+
+
+def test_nothing_is_said_after_a_set_up_that_ctrl_c_ended(machine: Machine) -> None:
+    """The attack: a job in the background ignores Ctrl-C, and went on saying so for ever."""
+    venv = machine.bin.parent / "new"
+    (venv / "bin").mkdir(parents=True)
+    pip = venv / "bin" / "python"
+    pip.write_text("#!/bin/sh\nexec /bin/sleep 600\n")
+    pip.chmod(0o755)
+    machine.add("python", "true")
+    machine.add("sleep", "exec /bin/sleep 0.2")
+    environ = {
+        "PATH": f"{machine.bin}:/bin:/usr/bin",
+        "PYTHON": str(machine.bin / "python"),
+        "VENV": str(venv),
+        "EXTRA": "cpu",
+    }
+    command = ["/bin/sh", "setup.sh"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        while "so far" not in process.stdout.readline():
+            pass
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=60) == -signal.SIGINT
+        rest = process.communicate(timeout=60)[0]  # until nobody can write any more
+    assert rest.count("so far") <= 1
 
 
 def test_an_image_is_set_up_without_a_gpu(tmp_path: Path) -> None:
