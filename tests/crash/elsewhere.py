@@ -80,10 +80,11 @@ def _kill_at_request(kill_at: int, when: str) -> Callable[[], int]:
         number = count
         if number == kill_at and when == BEFORE:
             os.kill(os.getpid(), signal.SIGKILL)
-        answer = ask(self, doing, path, call, **options)
-        if number == kill_at and when == AFTER:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return answer
+        try:
+            return ask(self, doing, path, call, **options)
+        finally:  # an answer may be that there is no such file
+            if number == kill_at and when == AFTER:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     RemoteStorage._ask = counted  # type: ignore[method-assign]
     return lambda: count
