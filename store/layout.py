@@ -9,7 +9,7 @@ import re
 import socket
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,7 @@ from store.untrusted.signatures import (
 from store.untrusted.trust import trusted_texts, trusted_texts_or_none
 
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
+USUAL_PLACE = Path("runs")  # where the given configs and the documents put runs
 EXCHANGED = "was exchanged while it was opened; open it again"
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -81,6 +82,16 @@ def _uri_of(path: str) -> str | None:
     if not found:
         return None
     return f"{found[1]}://{'/' * (found[1] == 'file')}{found[2]}"
+
+
+def _nearby(given: str) -> str:
+    """Return a question with a run in runs/ that a path may have meant; "" if there is none."""
+    likely = USUAL_PLACE / given
+    # The name may have any form.
+    with suppress(OSError, ValueError):
+        if not Path(given).is_absolute() and (likely / RUN_JSON).is_file():
+            return f", did you mean {str(likely)!r}?"
+    return ""
 
 
 class _Below:
@@ -206,7 +217,8 @@ class RunLayout:
             has_catalog = beneath.is_file(root / "catalog.sqlite", root=root)
             lost = f"; if it was lost: gigpo rebuild {root}" if has_catalog else ""
             raise FormatError(
-                f"{root} is not a run directory (no run.json in it); check the path{lost}"
+                f"{root} is not a run directory (no run.json in it); check the path"
+                f"{_nearby(given)}{lost}"
             ) from error
         except OSError as error:
             raise FormatError(

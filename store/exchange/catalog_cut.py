@@ -186,11 +186,11 @@ def find_checkpoint(
     if learner_step not in there:
         before = max((step for step in there if step < learner_step), default=None)
         nearest = f"; the nearest before it is that of step {before}" if before is not None else ""
-        steps = ", ".join(map(str, sorted(there))) or "none"
-        raise StoreError(
-            f"{source.root} has no checkpoint of learner step {learner_step}: "
-            f"there are those of {steps}{nearest}. learner.keep_every keeps more of them"
-        )
+        steps = ", ".join(map(str, sorted(there)))
+        which = f"there are those of {steps}{nearest}. learner.keep_every keeps more of them"
+        if not there:
+            which = "it has none; learner.checkpoint_every is the number of steps between two"
+        raise StoreError(f"{source.root} has no checkpoint of learner step {learner_step}: {which}")
     row = there[learner_step]
     query = "SELECT lsn FROM version WHERE version = ?"
     published = catalog.execute(query, (row["version"],)).fetchone()

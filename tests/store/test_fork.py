@@ -654,6 +654,10 @@ def test_what_cannot_be_forked_is_one_line_and_leaves_nothing(run: Life, tmp_pat
         match=r"no checkpoint of learner step 1: there are those of 2\. learner.keep_every",
     ):
         fork(run.layout, tmp_path / "fork", learner_step=1, config_yaml="")
+    kept = run.layout.checkpoint_dir(2).rename(tmp_path / "kept")
+    with pytest.raises(StoreError, match="step 1: it has none; learner.checkpoint_every is"):
+        fork(run.layout, tmp_path / "fork", learner_step=1, config_yaml="")
+    kept.rename(run.layout.checkpoint_dir(2))
     (tmp_path / "there").mkdir()
     with pytest.raises(StoreError, match="there exists; choose another"):
         fork(run.layout, tmp_path / "there", learner_step=2, config_yaml="")

@@ -320,6 +320,17 @@ def test_a_reader_of_nothing_is_told_so(tmp_path: Path) -> None:
         open_run(tmp_path)
 
 
+def test_a_run_that_was_meant_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    RunLayout.create(tmp_path / "runs" / "a", config_yaml="")
+    with pytest.raises(FormatError, match="check the path, did you mean 'runs/a'[?]"):
+        RunLayout.open("a")
+    for other in ("b", "x" * 300, "\0", tmp_path / "a"):
+        with pytest.raises(StoreError) as told:
+            RunLayout.open(other)
+        assert "did you mean" not in str(told.value)
+
+
 def test_the_command_line_answers_and_errs_in_one_line(full: RunLayout) -> None:
     root = str(full.root)
     assert "12" in gigpo("sql", root, "SELECT count(*) AS n FROM steps").stdout
