@@ -20,7 +20,7 @@ from cli.arguments import (
     run_argument,
     where_option,
 )
-from printable import printable, say
+from printable import counted, printable, say
 from store import SNAPSHOT_WINDOW_S, StoreError
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def fsck(*, run: Path, quick: bool, repair: bool, format: str) -> int:
     _show_findings(findings, form=format)
     n_errors = sum(finding.severity == "error" for finding in findings)
     if format == "table":
-        state = f"{n_errors} errors" if n_errors else "whole"
-        say(f"{run}: {state}, {len(findings) - n_errors} warnings")
+        state = counted(n_errors, "error") if n_errors else "whole"
+        say(f"{run}: {state}, {counted(len(findings) - n_errors, 'warning')}")
     return FINDINGS if n_errors else 0
 
 
@@ -191,7 +191,7 @@ def export(
     n_bytes = sum(part.n_bytes for part in dataset.parts)
     say(
         f"{dataset.n_trajectories:,} trajectories of {len(dataset.groups):,} groups, "
-        f"{dataset.n_steps:,} steps: {len(dataset.parts)} files, {n_bytes:,} bytes in "
+        f"{dataset.n_steps:,} steps: {counted(len(dataset.parts), 'file')}, {n_bytes:,} bytes in "
         f"{destination}"
     )
     n_missing = sum(dataset.groups.values()) - dataset.n_trajectories

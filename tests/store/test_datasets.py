@@ -383,7 +383,7 @@ def test_the_commands_say_what_they_did(tmp_path: Path, capsys: pytest.CaptureFi
     target = make_run(tmp_path / "target", n_groups=1)
     assert main(["export", str(source.root), str(tmp_path / "out"), "--where", "won"]) == 0
     said = capsys.readouterr().out
-    assert "3 trajectories of 3 groups, 9 steps: 1 files" in said
+    assert "3 trajectories of 3 groups, 9 steps: 1 file" in said
     assert (
         "3 more trajectories of these groups are not in it" in said
         and "--groups exports whole groups" in said
