@@ -7,7 +7,7 @@ To train on a dataset's groups, name it as a source: see offline_import.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,17 +112,13 @@ class NewRows:
         run_id: str,
         size_of: Callable[[bytes], int],
         worker: str,
-        written: Iterable[bytes] = (),
     ) -> None:
-        """`run_id` is that of the run that played them, and `worker` the name of a directory.
-
-        Trajectories of `written` are in other segments that are imported together with these.
-        """
+        """`run_id` is that of the run that played them, and `worker` the name of a directory."""
         self.segments: list[ImportedSegment] = []
         self.known: set[bytes] = set()  # trajectories that the run had; they stay as they are
         self._catalog, self._layout, self._worker = catalog, layout, worker
         self._run_id, self._size_of = run_id, size_of
-        self._written = set(written)
+        self._written: set[bytes] = set()
 
     def check(self, table: pa.Table, *, name: str) -> None:
         """Raise StoreError for rows that the run does not take in. FormatError has their name."""

@@ -4,7 +4,8 @@
 
 Its catalog is a copy of the other one, cut at the checkpoint: later groups, versions and numbers
 are not in it. Versions and ordinals go on from there, and the staleness of each group is as it was
-then. Segments, the checkpoint and its weights are hard links, or copies where links are impossible:
+then. Segments, the checkpoint and its weights are hard links, or copies where others can write into
+them and where links are impossible:
 if the files of either run are in a storage, for one. The other run is only read, and may be
 training.
 """
@@ -60,6 +61,7 @@ from store.untrusted.file_access import (
 from store.untrusted.own_directory import check_own_directory
 
 UNFINISHED = ".unfinished"
+OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -334,12 +336,23 @@ def _link_file(path: str, *, source: RunLayout, layout: RunLayout) -> None:
             os.close(open_file(file, root=source.root))
             try:
                 link_file(name, new, src_dir_fd=theirs, dst_dir_fd=ours, follow_symlinks=False)
+                # Looked at here, where nobody else can exchange it.
+                is_linked = _is_only_ours(os.stat(new, dir_fd=ours, follow_symlinks=False))
+                if not is_linked:
+                    os.unlink(new, dir_fd=ours)
             except FileNotFoundError:
                 raise
             except OSError:  # another file system, or one without links
+                is_linked = False
+            if not is_linked:
                 _copy(path, source=source, layout=layout)
     except FileNotFoundError:
         raise StoreError(f"{file} was removed while it was taken over; try again") from None
+
+
+def _is_only_ours(found: os.stat_result) -> bool:
+    """Return whether nobody else can write into a file, so that the new run may share its bytes."""
+    return found.st_uid == os.geteuid() and not found.st_mode & OTHERS_MAY_WRITE
 
 
 def _new_file(layout: RunLayout, path: str) -> int:

@@ -14,10 +14,11 @@ nothing left to do.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -162,12 +163,17 @@ def take_sources(
                     text = f"source {selection.source.location!r} is this very run"
                     raise StoreError(f"{text}; train from it in a new run_dir")
             chosen = in_order(selections, order=order)
+            selections = [
+                _narrowed(selection, {group_uid for group_uid, at in chosen.items() if at == place})
+                for place, selection in enumerate(selections)
+            ]
             segments: list[ImportedSegment] = []
             for selection in selections:
-                segments += _written(catalog, layout, selection=selection, already=segments)
-            taken = tuple(_reports(selections))
+                segments += _written(catalog, layout, selection=selection)
+            taken = tuple(map(_report, selections))
+            run_ids = {group_uid: selections[place].run_id for group_uid, place in chosen.items()}
             detail = "; ".join(map(str, taken))
-            catalog.take_offline_groups(chosen, segments=segments, detail=detail)
+            catalog.take_offline_groups(run_ids, segments=segments, detail=detail)
         export(catalog, layout)
     return taken
 
@@ -196,8 +202,10 @@ def find_sources(
                     check_tokens(piece, name=name, source=selection.source)
 
 
-def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str]:
-    """Return each selected group with its run id, once: of the first that has it in the order.
+def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, int]:
+    """Return each selected group with the place of its selection: the first in the order.
+
+    A run and its fork both have a group that was open at the checkpoint, and played it differently.
 
     Raises StoreError if none is selected, `order` is wrong, or two sources contradict each other.
     """
@@ -221,11 +229,18 @@ def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str
         candidates = candidates.drop_columns(list(UNKNOWN_OF_DATASETS))
     if order:
         candidates = _sorted(candidates, order)
-    chosen: dict[bytes, str] = {}
-    group_uids, run_ids = candidates["group_uid"].to_pylist(), candidates["source"].to_pylist()
-    for group_uid, run_id in zip(group_uids, run_ids, strict=True):
-        chosen.setdefault(group_uid, run_id)
+    ends = list(accumulate(len(one.groups) for one in selections))  # of `played`
+    chosen: dict[bytes, int] = {}
+    group_uids, played = candidates["group_uid"].to_pylist(), candidates["played"].to_pylist()
+    for group_uid, number in zip(group_uids, played, strict=True):
+        chosen.setdefault(group_uid, bisect_right(ends, number))
     return chosen
+
+
+def _narrowed(selection: _Selection, group_uids: Collection[bytes]) -> _Selection:
+    """Return the selection with these groups only."""
+    is_kept = pc.is_in(selection.groups["group_uid"], value_set=pa.array(group_uids, UID_TYPE))
+    return replace(selection, groups=selection.groups.filter(is_kept))
 
 
 def _fault(selection: _Selection) -> str:
@@ -433,23 +448,14 @@ def check_tokens(table: pa.Table, *, name: str, source: OfflineSource) -> None:
 
 
 def _written(
-    catalog: Catalog,
-    layout: RunLayout,
-    *,
-    selection: _Selection,
-    already: Sequence[ImportedSegment],
+    catalog: Catalog, layout: RunLayout, *, selection: _Selection
 ) -> list[ImportedSegment]:
-    """Write all rows of the selected groups that are neither here nor in `already`."""
+    """Write all rows of the selected groups that are not here."""
     uids = selection.groups["group_uid"].to_pylist()
     sizes = dict(zip(uids, selection.groups["size"].to_pylist(), strict=True))
     name = _name(selection.source, selection.run_id)
     rows = NewRows(
-        catalog,
-        layout,
-        run_id=selection.run_id,
-        size_of=sizes.__getitem__,
-        worker=WORKER,
-        written=(meta.traj_uid for one in already for meta in one.segment.trajectories),
+        catalog, layout, run_id=selection.run_id, size_of=sizes.__getitem__, worker=WORKER
     )
     missing = set(pc.list_flatten(selection.groups["members"]).to_pylist())
     for table in _rows(selection):
@@ -496,16 +502,12 @@ def _pieces(table: pa.Table, *, name: str) -> Iterator[pa.Table]:
             begin = start
 
 
-def _reports(selections: Sequence[_Selection]) -> Iterator[TakenSource]:
-    """Count each group once, for the first selection that has it."""
-    seen: set[bytes] = set()
-    for one in selections:
-        mine = set(one.groups["group_uid"].to_pylist()) - seen
-        seen |= mine
-        yield TakenSource(
-            source=one.source,
-            run_id=one.run_id,
-            n_groups=len(mine),
-            n_incomplete=one.n_incomplete,
-            is_dataset=one.is_dataset,
-        )
+def _report(selection: _Selection) -> TakenSource:
+    """Count the groups of a narrowed selection."""
+    return TakenSource(
+        source=selection.source,
+        run_id=selection.run_id,
+        n_groups=len(selection.groups),
+        n_incomplete=selection.n_incomplete,
+        is_dataset=selection.is_dataset,
+    )

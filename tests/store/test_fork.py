@@ -428,6 +428,26 @@ def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("store.exchange.fork.link_file", refuse)
 
 
+def test_a_fork_shares_no_file_into_which_others_can_write(run: Life, tmp_path: Path) -> None:
+    """The attack: who had made the run emptied his files, and so those of the fork."""
+    checkpoint = run.layout.checkpoint_dir(2)
+    changed = [checkpoint / name for name in ("of the group", "of everybody")]
+    for path, mode in zip(changed, (0o664, 0o646), strict=True):
+        path.write_text("kept")
+        path.chmod(mode)
+    if os.geteuid() == 0:  # only root can give a file away
+        changed.append(next(run.layout.segments.rglob("*.parquet")))
+        os.chown(changed[-1], 1234, 1234)
+    before = [path.read_bytes() for path in changed]
+    made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
+    copies = [made.root / run.layout.relative(path) for path in changed]
+    for path in changed:
+        path.write_bytes(b"")
+    assert [path.read_bytes() for path in copies] == before
+    shared = [path for path in made.segments.rglob("*.parquet") if path not in copies]
+    assert shared and all(path.stat().st_nlink > 1 for path in shared)
+
+
 @pytest.mark.usefixtures("no_links")
 def test_without_links_files_are_copied(run: Life, tmp_path: Path) -> None:
     made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")

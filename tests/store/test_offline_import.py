@@ -841,6 +841,31 @@ def test_a_group_of_two_sources_is_said_to_be_of_the_first(
     assert ask(target, "SELECT DISTINCT source FROM groups") == [(runs[0],)]
 
 
+@pytest.mark.parametrize(("order", "place"), [("", 0), ("n_won DESC", 1), ("n_won", 0)])
+def test_the_rows_of_a_group_of_two_sources_are_of_the_one_that_is_named(
+    tmp_path: Path, target: RunLayout, order: str, place: int
+) -> None:
+    """The attack: the order chose a group that was won, and the rows were another source's, lost.
+
+    A run and its fork both have a group that was open at the checkpoint.
+    """
+    runs, won = ("e" * 32, "f" * 32), (False, True)
+    places = [
+        write_dataset(
+            tmp_path / run,
+            to_table([member_of(0, member, won=is_won) for member in range(2)]),
+            run_id=run,
+            size=2,
+        )
+        for run, is_won in zip(runs, won, strict=True)
+    ]
+    taken = taken_from(target, *map(str, places), order=order)
+    assert [one.n_groups for one in taken] == [int(number == place) for number in range(2)]
+    assert ask(target, "SELECT source, n_won FROM groups") == [(runs[place], 2 * won[place])]
+    assert ask(target, "SELECT DISTINCT won FROM trajectories") == [(won[place],)]
+    assert ask(target, "SELECT count(*) FROM trajectories") == [(2,)]
+
+
 def test_a_group_that_was_imported_with_another_size_is_not_trained_on(
     tmp_path: Path, target: RunLayout
 ) -> None:
