@@ -128,7 +128,7 @@ def check_members(
     if own:
         _refuse_unknown(tx, groups)
     _refuse_new_members(tx, trajectories, groups=groups)
-    _refuse_other_sizes(tx, groups)
+    _refuse_contradictions(tx, groups)
 
 
 def _refuse_unknown(tx: Transaction, groups: Sequence[Group]) -> None:
@@ -145,9 +145,9 @@ def _refuse_unknown(tx: Transaction, groups: Sequence[Group]) -> None:
             )
 
 
-def _refuse_other_sizes(tx: Transaction, groups: Sequence[Group]) -> None:
-    """Raise StoreError if an earlier dataset said another size of a group."""
-    query = """SELECT size FROM grp
+def _refuse_contradictions(tx: Transaction, groups: Sequence[Group]) -> None:
+    """Raise StoreError if an earlier dataset said another size or another task of a group."""
+    query = """SELECT size, task_id FROM grp
                WHERE group_uid = :group_uid AND split = 'imported' AND source IS NULL"""
     for group in groups:
         row = tx.row(query, group_uid=group.group_uid)
@@ -156,6 +156,12 @@ def _refuse_other_sizes(tx: Transaction, groups: Sequence[Group]) -> None:
                 f"group {uid_text(group.group_uid)} has {group.size} members in the dataset, and "
                 f"the run has it with another size, {row['size']}; export it again from the run "
                 "that played it, and import it into a new run"
+            )
+        if row is not None and row["task_id"] != group.task_id:
+            raise StoreError(
+                f"group {uid_text(group.group_uid)} is of task {group.task_id!a:.200} in the "
+                f"dataset, and the run has it with another, {row['task_id']!a:.200}; export it "
+                "again from the run that played it, and import it into a new run"
             )
 
 

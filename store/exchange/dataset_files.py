@@ -48,6 +48,7 @@ One row per step, whole trajectories only; `dataset.json` has the details.
 or take it into another run: `gigpo import RUN {here}`.
 """
 MAX_GROUP_SIZE = 1 << 16  # members; the published runs have 8
+MAX_FOLDERS = 100  # one inside the other, which a copy of a part makes
 PARTS = "data"  # the directory of a dataset's files
 
 
@@ -173,13 +174,15 @@ def read_dataset(storage: Storage) -> Dataset:
 
 
 def _check_distinct(parts: Sequence[DatasetFile]) -> None:
-    """Raise ValueError for a file that is named twice, under whatever path.
+    """Raise ValueError for a file that is named twice, or lies in very many folders.
 
     A few megabytes of JSON may name one file so often that reading it again and again takes days.
     The digest of each file is compared with its content, so equal digests are equal files.
     """
     seen: set[str] = set()
     for part in parts:
+        if part.path.count("/") > MAX_FOLDERS:
+            raise ValueError(f"{part.path:.80} is a part in more than {MAX_FOLDERS} folders")
         if part.digest in seen:
             raise ValueError(f"{part.path:.80} is a part that it names twice")
         seen.add(part.digest)

@@ -74,11 +74,7 @@ def check_part(
     played = segment_rows.trajectories(table)
     task_ids: dict[bytes, str] = {}
     for one in played:
-        if task_ids.setdefault(one.meta.group_uid, one.task_id) != one.task_id:
-            raise FormatError(
-                f"{name}: group {uid_text(one.meta.group_uid)} has more than one task; "
-                f"{segment_rows.LOOK_AT_IT}"
-            )
+        check_one_task(one, task_ids, name=name)
     for meta in (one.meta for one in played):
         try:
             size = size_of(meta.group_uid)
@@ -91,6 +87,15 @@ def check_part(
                 f"group {uid_text(meta.group_uid)}, which has {size}; {segment_rows.LOOK_AT_IT}"
             )
     return played
+
+
+def check_one_task(one: segment_rows.Played, task_ids: dict[bytes, str], *, name: str) -> None:
+    """Raise FormatError if another member of its group has another task. Note that of this one."""
+    if task_ids.setdefault(one.meta.group_uid, one.task_id) != one.task_id:
+        raise FormatError(
+            f"{name}: group {uid_text(one.meta.group_uid)} has more than one task; "
+            f"{segment_rows.LOOK_AT_IT}"
+        )
 
 
 class NewRows:
@@ -119,6 +124,7 @@ class NewRows:
         self._catalog, self._layout, self._worker = catalog, layout, worker
         self._run_id, self._size_of = run_id, size_of
         self._written: set[bytes] = set()
+        self._task_ids: dict[bytes, str] = {}  # of each group, in any file
 
     def check(self, table: pa.Table, *, name: str) -> None:
         """Raise StoreError for rows that the run does not take in. FormatError has their name."""
@@ -156,6 +162,8 @@ class NewRows:
     def _new(self, table: pa.Table, *, name: str) -> list[segment_rows.Played]:
         """Return the trajectories that are new, all of them checked."""
         played = check_part(table, size_of=self._size_of, name=name)
+        for one in played:
+            check_one_task(one, self._task_ids, name=name)
         known = self._catalog.known_trajectories([one.meta.traj_uid for one in played])
         self.known |= known
         new = [one for one in played if one.meta.traj_uid not in known | self._written]

@@ -4,10 +4,9 @@
 
 Its catalog is a copy of the other one, cut at the checkpoint: later groups, versions and numbers
 are not in it. Versions and ordinals go on from there, and the staleness of each group is as it was
-then. Segments, the checkpoint and its weights are hard links, or copies where others can write into
-them and where links are impossible:
-if the files of either run are in a storage, for one. The other run is only read, and may be
-training.
+then. Segments, the checkpoint and its weights are hard links. They are copies if others can write
+into them, and where links are impossible: if the files of either run are in a storage, for one. The
+other run is only read, and may be training.
 """
 
 from __future__ import annotations

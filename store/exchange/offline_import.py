@@ -35,7 +35,7 @@ from store.errors import FormatError, StoreError
 from store.exchange.bring import run_at
 from store.exchange.dataset_export import SELECT_TIMEOUT_S, selected_rows, trajectories_where
 from store.exchange.dataset_files import DATASET_JSON, open_dataset, part_tables
-from store.exchange.dataset_import import NewRows, check_part
+from store.exchange.dataset_import import NewRows, check_one_task, check_part
 from store.hashing import uid
 from store.layout import RunLayout
 from store.maintenance import segment_rows
@@ -300,7 +300,8 @@ def _select_of_chats(source: OfflineSource, rows: Callable[[], OfflineRows]) -> 
     made = rows()
     for table in made.tables:
         segment_rows.check_importable(table, name=_name(source, made.run_id))
-    groups = _groups_of(chain.from_iterable(map(segment_rows.trajectories, made.tables)))
+    played = chain.from_iterable(map(segment_rows.trajectories, made.tables))
+    groups = _groups_of(played, name=_name(source, made.run_id))
     sizes = {group_uid: len(members) for group_uid, members in groups.items()}
     return _selected(
         source, groups, run_id=made.run_id, size_of=sizes.__getitem__, tables=made.tables
@@ -363,20 +364,25 @@ def _select_of_dataset(source: OfflineSource) -> _Selection:
     )
     return _selected(
         source,
-        _groups_of(chain.from_iterable(played)),
+        _groups_of(chain.from_iterable(played), name=name),
         run_id=dataset.run_id,
         size_of=dataset.size_of,
         tables=(table for _, table in part_tables(storage, dataset)),
     )
 
 
-def _groups_of(played: Iterable[segment_rows.Played]) -> dict[bytes, list[segment_rows.Played]]:
+def _groups_of(
+    played: Iterable[segment_rows.Played], *, name: str
+) -> dict[bytes, list[segment_rows.Played]]:
     """Return the trajectories of each training group. One that stands in two files counts once.
 
-    Held-out groups stay held out. Imported ones can be taken from the run they are from.
+    Held-out groups stay held out. Imported ones can be taken from the run they are from. Raises
+    FormatError for a group of two tasks.
     """
     found: dict[bytes, dict[bytes, segment_rows.Played]] = {}
+    task_ids: dict[bytes, str] = {}
     for one in played:
+        check_one_task(one, task_ids, name=name)
         if one.split == TRAIN:
             found.setdefault(one.meta.group_uid, {}).setdefault(one.meta.traj_uid, one)
     return {group_uid: list(members.values()) for group_uid, members in found.items()}

@@ -770,6 +770,38 @@ def test_no_dataset_says_another_size_or_task_of_a_known_group(tmp_path: Path) -
     assert check(layout, level=CONTENTS) == []
 
 
+def test_the_members_of_a_group_in_two_files_or_datasets_are_of_one_task(tmp_path: Path) -> None:
+    """The attack: each file was looked at by itself, and the group of two tasks was trained on."""
+    layout = make_run(tmp_path / "run", n_groups=1)
+    group = Group.imported(group_uid=uid("s"), task_id="t", size=2)
+    halves = [to_table([make_trajectory(group, 0)])]
+    halves.append(to_table([replace(make_trajectory(group, 1), task_id="another")]))
+    whole = write_dataset(tmp_path / "whole", *halves, run_id="f" * 32, size=2)
+    with pytest.raises(FormatError, match="has more than one task"):
+        import_selection(layout.root, whole)
+    first, second = (
+        write_dataset(tmp_path / name, half, run_id="f" * 32, size=2)
+        for name, half in zip(("first", "second"), halves, strict=True)
+    )
+    import_selection(layout.root, first)
+    with pytest.raises(StoreError, match="of task 'another' in the dataset, .* another, 't'"):
+        import_selection(layout.root, second)
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_a_part_in_very_many_folders_is_one_line(tmp_path: Path) -> None:
+    """The attack: a copy of it was made folder by folder, until Python's recursion ended."""
+    layout = make_run(tmp_path / "run", n_groups=1)
+    export_selection(layout.root, tmp_path / "out", where=None, as_of=None)
+    description = tmp_path / "out" / "dataset.json"
+    content = json.loads(description.read_text())
+    content["parts"][0]["path"] = "d/" * 1500 + "x.parquet"
+    description.chmod(0o644)
+    description.write_text(json.dumps(content))
+    with pytest.raises(FormatError, match="is a part in more than 100 folders"):
+        import_selection(layout.root, tmp_path / "out")
+
+
 def test_a_trajectory_that_comes_back_is_of_no_version_that_was_never_announced(
     tmp_path: Path,
 ) -> None:

@@ -684,6 +684,7 @@ def member_of(number: int, place: int, **changes: Any) -> Trajectory:
             [[(0, 0), (0, 1)], [(1, 0, {"traj_uid": uid(uid("e" * 32, "train", 0, None), 0)})]],
             "(run e+).* is not member 0 of .*, which has 2; look",
         ),
+        ([[(0, 0)], [(0, 1, {"task_id": "another"})]], "(run e+).* has more than one task; look"),
         # half a group, which stands in two files
         ([[(0, 0)], [(0, 0), (1, 0)]], "2 groups, of which each lacks trajectories"),
     ],
