@@ -134,20 +134,39 @@ class RemoteEnv:
             )
         body = fields if self._id is None or verb == "create" else {"id": self._id, **fields}
         # A redirect would carry the key to another server.
-        async with self._session.post(
-            f"{self._url}/{verb}", json=body, allow_redirects=False
-        ) as response:
-            try:
+        try:
+            async with self._session.post(
+                f"{self._url}/{verb}", json=body, allow_redirects=False
+            ) as response:
                 return response.status, await read_bounded(response, max_bytes=max_bytes)
-            except ValueError as error:
-                raise EnvironmentDied(f"/{verb}: {error}", at_fault=True) from None
+        except aiohttp.ClientError as error:
+            raise self._connection_error(error) from None
+        except ValueError as error:
+            raise EnvironmentDied(f"/{verb}: {error}", at_fault=True) from None
 
     async def _end(self, session: aiohttp.ClientSession) -> None:
+        import aiohttp
+
         async with session:
             if self._id is not None:
-                await session.post(
-                    f"{self._url}/close", json={"id": self._id}, allow_redirects=False
-                )
+                try:
+                    await session.post(
+                        f"{self._url}/close", json={"id": self._id}, allow_redirects=False
+                    )
+                except aiohttp.ClientError as error:
+                    raise self._connection_error(error) from None
+
+    def _connection_error(self, error: aiohttp.ClientError) -> ConnectionError:
+        """Return the error without the URL's query and the key.
+
+        aiohttp quotes the one, and of an answer that is no HTTP a piece, which may hold the other.
+        """
+        import aiohttp
+
+        why = type(error).__name__
+        if isinstance(error, aiohttp.ClientConnectionError):
+            why += f": {one_line(error)[:ERROR_CHARACTERS]}"
+        return ConnectionError(f"{public_url(self._url)} gave no answer ({self._without_key(why)})")
 
     def _value(self, status: int, answer: bytes) -> Any:
         """Return the value of an answer. Raises EnvironmentDied for an error or too many values."""

@@ -77,7 +77,7 @@ async def _post(url: str, body: dict[str, object]) -> bytes:
         raise ValueError(f"{_server(url)} has no valid URL; change env.options.retriever") from None
     except aiohttp.ClientResponseError as error:  # what came is no HTTP
         raise ValueError(
-            f"{_server(url)} gave no readable answer: {one_line(error)[:200]}"
+            f"{_server(url)} gave no readable answer: {one_line(error.message)[:200]}"
         ) from None
     if response.status != 200:
         beginning = " ".join(answer[:200].decode(errors="replace").split())

@@ -1074,6 +1074,37 @@ def test_a_server_that_repeats_the_key_does_not_get_it_written(status: str, body
             assert KEY[:5] not in str(playing.value)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        f"HTTP/1.1 200 OK\r\nAuthorization Bearer {KEY}\r\n\r\n",
+        f"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n{KEY}\r\n",
+        f"{KEY}\r\n\r\n",
+        "",
+    ],
+    ids=["head", "chunk", "status", "nothing"],
+)
+def test_an_answer_that_is_no_http_writes_neither_key_nor_query(answer: str) -> None:
+    """The attack: aiohttp quotes the URL and what came, and the key was in the run's events."""
+
+    async def play(options: dict[str, str]) -> None:
+        env = RemoteEnv(options)
+        try:
+            await env.reset(KeyRoom.tasks("train", {})[0])
+        finally:
+            env.close()
+
+    with Raw(answer.encode()) as server:
+        options = {"url": f"{server.options['url']}/x?api_key=5ecret"}
+        with pytest.raises(ConnectionError, match=r"/x gave no answer [(]\w+") as refused:
+            asyncio.run(asyncio.wait_for(play(options), 60))
+        with pytest.raises(EnvironmentFailed) as listing:
+            list_tasks("remote", options)
+    for error in (refused.value, listing.value):
+        told = "".join(traceback.format_exception(error))
+        assert KEY[:5] not in told and "5ecret" not in told
+
+
 ADDER = """
 from envs import Observation, Task, Transition
 class Adder:

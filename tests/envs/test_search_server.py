@@ -300,11 +300,11 @@ def test_an_answer_that_is_no_http_is_one_line() -> None:
     async def ask() -> None:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            await ask_server(f"http://127.0.0.1:{port}/retrieve", "word", topk=1)
+            await ask_server(f"http://127.0.0.1:{port}/retrieve?key=5ecret", "word", topk=1)
 
-    with pytest.raises(ValueError, match="gave no readable answer: 400") as refused:
+    with pytest.raises(ValueError, match="gave no readable answer: Bad") as refused:
         asyncio.run(asyncio.wait_for(ask(), 60))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(refused.value) and "5ecret" not in str(refused.value)
 
 
 def test_anybodys_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
