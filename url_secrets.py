@@ -13,9 +13,11 @@ import re
 # A setting whose name contains one of these may hold a secret.
 SECRET_NAMES = "key|token|secret|passw|auth|credential|cookie|header|pin"
 IN_A_URL = "://"
-URL_LOGIN = re.compile(r"://[^\s/?#]*@")
-# Also a URL without a query, so that what was looked at is not looked at again.
-URL_QUERY = re.compile(r"((?:https?|wss?)://[^\s?#]*)(\?\S+)?", re.IGNORECASE)
+SLASHES = r":\\?/\\?/"  # JSON may escape them
+URL_LOGIN = re.compile(rf"{SLASHES}[^\s/?#]*@")
+# Also a URL without a query, so that what was looked at is not looked at again. urllib3 names the
+# path alone: "Max retries exceeded with url: /search?key=...".
+URL_QUERY = re.compile(rf"((?:(?:https?|wss?){SLASHES}|url: /)[^\s?#]*)([?#]\S+)?", re.IGNORECASE)
 
 
 def without_secrets(text: str) -> str:
@@ -47,4 +49,4 @@ def public_url(url: str) -> str:
 
 
 def _without_query(found: re.Match[str]) -> str:
-    return f"{found[1]}?..." if found[2] else found[1]
+    return f"{found[1]}{found[2][0]}..." if found[2] else found[1]

@@ -239,8 +239,8 @@ def _checked_url(given: str) -> str:
     # a password would be written into the run directory
     if not url.startswith(("http://", "https://")) or "@" in url:
         raise OptionsError(
-            f"remote option url={url!r} must be a URL like http://HOST:PORT, without a name or "
-            "password"
+            f"remote option url={public_url(url)!r} must be a URL like http://HOST:PORT, without a "
+            "name or password"
         )
     return url
 

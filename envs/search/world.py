@@ -30,6 +30,7 @@ from envs.options import OptionsError, check_options, check_split, whole_numbers
 from envs.search.client import ANSWERED, ask_server
 from envs.search.corpus import Corpus, Hit, bm25_corpus, check_file
 from envs.search.questions import read_questions, select
+from url_secrets import public_url
 
 SEARCH, ANSWER = "search", "answer"
 OPENING = {kind: re.compile(f"<{kind}>", re.IGNORECASE) for kind in (SEARCH, ANSWER)}
@@ -242,7 +243,8 @@ def _parse_remote(options: Mapping[str, object]) -> tuple[_Options, str]:
     url = str(options["retriever"])
     if not url.startswith(("http://", "https://")):
         raise OptionsError(
-            f"search option retriever={url!r} must be a URL like http://127.0.0.1:8000/retrieve"
+            f"search option retriever={public_url(url)!r} must be a URL like "
+            "http://127.0.0.1:8000/retrieve"
         )
     return parsed, url
 

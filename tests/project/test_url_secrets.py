@@ -22,6 +22,12 @@ from url_secrets import public_url, without_secrets
         ("s3://bucket/run?region=x&rm", "s3://bucket/run?region=x&rm"),
         ("'HTTPS://host/?a=1&API-Key=abc&b=2' is gone", "'HTTPS://host/?... is gone"),
         ("http://host/?key='abc'&api%5Fkey=1&key[]=2&sig=3 hm?", "http://host/?... hm?"),
+        (
+            "exceeded with url: /search?api_key=5 (no route)",
+            "exceeded with url: /search?... (no route)",
+        ),
+        ("http://host/x#a?token=S is gone", "http://host/x#... is gone"),
+        (r"http:\/\/ann:pa55@host\/x?k=S", r"http://host\/x?..."),
         ("ann@host wrote http://host/@tag", "ann@host wrote http://host/@tag"),
     ],
 )
