@@ -15,6 +15,7 @@ from typing import Any
 
 from driver.trackers.services import TRACKERS, TrackerSetup
 from printable import REASON_CHARACTERS, one_line
+from url_secrets import without_secrets
 
 READY = "ready"
 
@@ -33,7 +34,7 @@ def main(name: str) -> None:
         tracker.close()
     except Exception as error:  # the border to another's code: passed on
         # A server's words may have any length, and the driver reads this between its looks.
-        fault = f"{type(error).__name__}: {one_line(error)[:REASON_CHARACTERS]}"
+        fault = f"{type(error).__name__}: {without_secrets(one_line(error))[:REASON_CHARACTERS]}"
         answers.write(json.dumps({"fault": fault}) + "\n")
         raise SystemExit(1) from error
 
