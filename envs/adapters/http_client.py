@@ -54,6 +54,7 @@ MAX_LIST_BYTES = 2**28  # of all tasks
 MAX_LIST_VALUES = 2**22  # in them: those of 400,000 tasks with ten each
 MAX_ANSWER_BYTES = 64 * 2**20  # of an observation, with its images
 MAX_ANSWER_VALUES = 2**21  # twice the actions that an observation may have
+MAX_ID_CHARACTERS = 200  # ours has 16
 ERROR_CHARACTERS = 1000  # of a server's error
 COLOURS = 3  # red, green, blue
 
@@ -94,7 +95,7 @@ class RemoteEnv:
         if self._id is not None:
             status, answer = await self._post("reset", task=fields)
         if status == UNKNOWN_ID:
-            self._id = self._value(*await self._post("create"))["id"]
+            self._id = _checked_id(self._value(*await self._post("create"))["id"])
             status, answer = await self._post("reset", task=fields)
         return observation_from_json(self._value(status, answer))
 
@@ -243,6 +244,16 @@ def _checked_url(given: str) -> str:
             "name or password"
         )
     return url
+
+
+def _checked_id(given: object) -> str:
+    """Return the id of a session, which each request repeats. Raises EnvironmentDied for others."""
+    if not isinstance(given, str) or len(given) > MAX_ID_CHARACTERS:
+        raise EnvironmentDied(
+            f"/create: the server's id is no text of at most {MAX_ID_CHARACTERS} characters",
+            at_fault=True,
+        )
+    return given
 
 
 def _key_header(variable: str) -> dict[str, str]:

@@ -1105,6 +1105,23 @@ def test_an_answer_that_is_no_http_writes_neither_key_nor_query(answer: str) -> 
         assert KEY[:5] not in told and "5ecret" not in told
 
 
+@pytest.mark.parametrize("given", ["x" * 201, 7, ["x"]])
+def test_the_id_of_a_session_is_a_short_text(given: object) -> None:
+    """The attack: one of 30 million characters was kept, and sent with each step."""
+    body = json.dumps({"id": given}).encode()
+    with Raw(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)) as server:
+
+        async def play() -> None:
+            env = RemoteEnv(server.options)
+            try:
+                await env.reset(KeyRoom.tasks("train", {})[0])
+            finally:
+                env.close()
+
+        with pytest.raises(EnvironmentDied, match="id is no text of at most 200 characters"):
+            asyncio.run(asyncio.wait_for(play(), 60))
+
+
 ADDER = """
 from envs import Observation, Task, Transition
 class Adder:
